@@ -1,0 +1,1 @@
+"""Engines: whatever serves a request. This package knows nothing of Hydra and nothing of the harness."""

@@ -1,0 +1,1 @@
+"""The model that computes the tokens: a Llama-style transformer and its weights."""
