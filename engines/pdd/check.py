@@ -84,7 +84,7 @@ def random_cluster(rng: random.Random, policy: str) -> EngineSpec:
             max_batch_seqs=rng.choice((2, 4, 16)),
             prefill_chunk_tokens=rng.choice((3, 8, 32)),
             max_step_tokens=rng.choice((8, 32, 64)),
-            timing=StepTiming(base_s=0.001, prefill_token_s=rng.choice((1e-5, 1e-3)), decode_step_s=rng.choice((0.002, 0.02))),
+            timing=StepTiming(base_s=0.001, prefill_token_s=rng.choice((1e-5, 1e-3)), weights_s=rng.choice((0.002, 0.02))),
         )  # fmt: skip
 
     instances = [instance("P", i, "a") for i in range(rng.choice((1, 1, 2)))]
@@ -188,9 +188,12 @@ async def _one(engine: PddEngine, clock: Clock, plan: Planned) -> Completion | N
 
 
 def _compare(request: GenerateRequest, ids: Sequence[int], *, is_whole: bool) -> None:
-    expected = plain_tokens(request.prompt.tobytes(), request.max_tokens)
-    if not is_whole:
-        expected = expected[: len(ids)]
+    """Every token must be the model's greedy choice after all before it: one plain pass over prompt and output shows it."""
+    if is_whole and len(ids) != request.max_tokens:
+        raise CheckFailed(f"{request.request_id}: {len(ids)} tokens came, {request.max_tokens} were asked for")
+    if not ids:
+        return
+    expected = plain_choices(request.prompt.tobytes(), tuple(ids[:-1]))[len(request.prompt) - 1 :]
     if list(ids) != list(expected):
         raise CheckFailed(f"{request.request_id}: got {list(ids)}, the model run plainly gives {list(expected)}")
 
@@ -225,11 +228,12 @@ def _outcome(policy: str, workload: list[Planned], results: list[Completion | No
 
 
 @lru_cache(maxsize=4096)
-def plain_tokens(prompt: bytes, count: int) -> tuple[int, ...]:
-    """The toy model run plainly, without any engine: greedy tokens after `prompt` (int32 bytes)."""
-    from engines.pdd.model.llama import plain_generate
+def plain_choices(prompt: bytes, output: tuple[int, ...]) -> tuple[int, ...]:
+    """The toy model run plainly, without any engine: its greedy choice after each token of `prompt` (int32 bytes) and `output`."""
+    from engines.pdd.model.llama import plain_logits
 
-    return tuple(plain_generate(_toy_weights(), TOY, np.frombuffer(prompt, dtype=np.int32), count))
+    ids = [*np.frombuffer(prompt, dtype=np.int32).tolist(), *output]
+    return tuple(plain_logits(_toy_weights(), TOY, ids).argmax(-1).tolist())
 
 
 @lru_cache(maxsize=1)

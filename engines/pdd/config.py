@@ -42,17 +42,17 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class StepTiming:
-    """The modelled duration of one fused step, in seconds: a constant, plus the larger of compute and memory time.
+    """The modelled duration of one fused step, in seconds: base_s + max(compute, memory).
 
-    compute = prefill_token_s * T + attention_s * sum(n_i * (context_i + n_i / 2)) over items of more than one token, where T
-    counts their tokens; memory = decode_step_s (weights read once) where the step decodes, plus kv_read_s * sum of contexts of
-    decoding items. The form is the roofline of engines/pdd/executor/roofline.py; full-size chips come later.
+    compute = prefill_token_s * T + attention_s * sum(n_i * (start_i + n_i / 2)) over items of more than one token, T tokens in all;
+    memory = weights_s (every step reads the weights once) + kv_read_s * sum of starts of the items of one token. The form
+    is the roofline's: an extend of some tokens hides under the weights, a small chunk costs as much as they do.
     """
 
     base_s: float = 0.002
     prefill_token_s: float = 1.0e-4
     attention_s: float = 0.0
-    decode_step_s: float = 0.018
+    weights_s: float = 0.018
     kv_read_s: float = 0.0
 
 

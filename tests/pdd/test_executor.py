@@ -307,7 +307,7 @@ def test_kv_of_the_wrong_size_or_beyond_the_table_is_refused() -> None:
         executor.read_kv([0], 0, PAGE + 1)
 
 
-TIMING = StepTiming(base_s=0.001, prefill_token_s=1e-4, attention_s=1e-8, decode_step_s=0.01, kv_read_s=1e-6)
+TIMING = StepTiming(base_s=0.001, prefill_token_s=1e-4, attention_s=1e-8, weights_s=0.01, kv_read_s=1e-6)
 
 
 def item(start: int, num_tokens: int) -> BatchItem:
@@ -315,11 +315,11 @@ def item(start: int, num_tokens: int) -> BatchItem:
 
 
 def test_duration_is_the_larger_of_compute_and_memory() -> None:
-    chunk, decode = item(100, 50), item(1000, 1)
-    compute_s = 50 * 1e-4 + 1e-8 * 50 * 125
+    chunk, extend, decode = item(100, 200), item(100, 20), item(1000, 1)
+    compute_s = 200 * 1e-4 + 1e-8 * 200 * 200
     assert step_duration_s(TIMING, [chunk]) == pytest.approx(0.001 + compute_s)
     assert step_duration_s(TIMING, [decode]) == pytest.approx(0.001 + 0.01 + 0.001)
-    assert step_duration_s(TIMING, [chunk, decode]) == pytest.approx(0.001 + 0.011)
+    assert step_duration_s(TIMING, [extend, decode]) == pytest.approx(0.001 + 0.011)
     assert step_duration_s(TIMING, []) == 0.0
 
 

@@ -18,24 +18,19 @@ NUM_RESERVED_TOKENS = 8
 def step_duration_s(timing: StepTiming, items: Sequence[BatchItem]) -> float:
     """Seconds for one fused step of `items` (the formula in StepTiming's docstring); 0 for an empty step.
 
-    An item of one token decodes: it reads all weights and its context's KV, so memory bounds it.
-    Longer items compute. Both share one pass over the weights, so the step takes the longer of the
-    two, not their sum.
+    All items share one pass over the weights, so the step takes the longer of computing and reading, not their sum.
     """
     if not items:
         return 0.0
-    compute_s = memory_s = 0.0
-    is_decoding = False
+    compute_s = 0.0
+    memory_s = timing.weights_s
     for item in items:
         num_tokens = item.num_tokens
         if num_tokens > 1:
             compute_s += timing.prefill_token_s * num_tokens
             compute_s += timing.attention_s * num_tokens * (item.start + num_tokens / 2)
         else:
-            is_decoding = True
             memory_s += timing.kv_read_s * item.start
-    if is_decoding:
-        memory_s += timing.decode_step_s
     return timing.base_s + max(compute_s, memory_s)
 
 

@@ -1,10 +1,12 @@
 """The executor that computes: a paged pool holds the truth, a slot per running request is attended over.
 
 A request's pages are copied into its slot once, and new KV goes to both: a decode step that gathers
-the pages anew takes 1.2 to 2 times as long from batch 8 on (fp32, one thread, 1-2K of context;
-benchmarks/kernels.py measures it). One attention call per sequence, at its exact length, beats one
-padded call per batch as soon as lengths differ. Pages may be read, cached and sent at any time; a
-slot is working memory and may vanish between steps. Must never decide what runs, or who owns a page.
+the pages anew takes 1.0 to 1.4 times as long at batch 8 and 1.9 to 6.8 times at batch 32, where its
+copies may each take fresh memory (fp32, one thread, 1-2K of context; benchmarks/kernels.py measures
+it). Each sequence has its own slot and attention call: a padded call for a whole batch would save
+about 0.3 ms a step at batch 8 x 1K and nothing at 1-2K of mixed lengths, but binds sequences into one
+tensor. Pages may be read, cached and sent at any time; a slot is working memory and may vanish
+between steps. Must never decide what runs, or who owns a page.
 """
 
 from __future__ import annotations

@@ -93,13 +93,13 @@ def plain_generate(
     """`num_tokens` tokens after `prompt`, the whole sequence run anew for each: no cache, no batch."""
     ids = list(prompt)
     for _ in range(num_tokens):
-        logits = _plain_logits(weights, spec, ids)
+        logits = plain_logits(weights, spec, ids)[-1]
         ids.append(sample(logits.double().numpy(), temperature, seed, position=len(ids)))
     return ids[len(prompt) :]
 
 
-def _plain_logits(weights: Mapping[str, Tensor], spec: ModelSpec, ids: Sequence[int]) -> Tensor:
-    """Logits [vocab] of the last of `ids` in the weights' dtype, head by head as papers write it."""
+def plain_logits(weights: Mapping[str, Tensor], spec: ModelSpec, ids: Sequence[int]) -> Tensor:
+    """Logits [tokens, vocab] of all `ids` in the weights' dtype, head by head as papers write it."""
 
     def norm(x: Tensor, name: str) -> Tensor:
         return x / (x.square().mean(-1, keepdim=True) + spec.rms_eps).sqrt() * weights[name]
@@ -131,4 +131,4 @@ def _plain_logits(weights: Mapping[str, Tensor], spec: ModelSpec, ids: Sequence[
         gate = x @ weights[prefix + "mlp.gate_proj.weight"].T
         up = x @ weights[prefix + "mlp.up_proj.weight"].T
         hidden = hidden + (gate * gate.sigmoid() * up) @ weights[prefix + "mlp.down_proj.weight"].T
-    return norm(hidden[-1], "model.norm.weight") @ embedding.T
+    return norm(hidden, "model.norm.weight") @ embedding.T

@@ -1,0 +1,243 @@
+"""What a run is expected to do: hits under caches that keep all, tokens, bytes, load against capacity. Sends nothing.
+
+Planned hits have one definition, for any order of cache events: before a run the order is the sequential one, after it the recorded
+one. The plan knows no eviction, so a reported hit below it is a page that the cache lost.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from engines.pdd.config import EngineSpec, InstanceSpec, StepTiming
+from harness.load import Row, Selection, hit_bins, run_timeline
+from traces.errors import UserError
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+BIN_NAMES = ("[0,.90)", "[.90,.95)", "[.95,.96)", "[.96,.97)", "[.97,.98)", "[.98,.99)", "[.99,1]")
+REPRESENTATIVE_POINTS = 5.0
+"""A slice with a bin further than this from the trace's, in points, is not representative."""
+
+
+@dataclass(frozen=True, slots=True)
+class PageKeys:
+    """A request's prompt and output as page keys (chained, full pages of both together). Lengths in tokens."""
+
+    keys: Sequence[bytes]
+    num_prompt: int
+    num_output: int
+
+
+@dataclass(frozen=True, slots=True)
+class Touch:
+    """One cache event of `request_id` at an instance: match | insert_prompt | insert_full, in the order of `seq`."""
+
+    seq: int
+    request_id: str
+    op: str
+
+
+def planned_hits(
+    order: Mapping[str, Iterable[Touch]], sequences: Mapping[str, PageKeys], page_size: int
+) -> dict[str, dict[str, int]]:
+    """instance -> request -> hit tokens, if no cache ever lost a page.
+
+    A hit is the longest run of leading full pages present, at most floor((prompt - 1) / page) pages: one token is always computed.
+    `insert_prompt` keeps floor(prompt / page) pages, `insert_full` floor((prompt + output - 1) / page): the last token has no KV.
+    A request matched twice at one instance keeps the first answer.
+    """
+    planned: dict[str, dict[str, int]] = {}
+    for instance, touches in order.items():
+        kept: set[bytes] = set()
+        hits = planned[instance] = {}
+        for touch in sorted(touches, key=lambda touch: touch.seq):
+            found = sequences.get(touch.request_id)
+            if found is None:
+                continue
+            if touch.op == "match":
+                if touch.request_id not in hits:
+                    hits[touch.request_id] = _leading(found.keys, kept, (found.num_prompt - 1) // page_size) * page_size
+            else:
+                full = found.num_prompt if touch.op == "insert_prompt" else found.num_prompt + found.num_output - 1
+                kept.update(found.keys[: full // page_size])
+    return planned
+
+
+def _leading(keys: Sequence[bytes], kept: set[bytes], limit: int) -> int:
+    count = 0
+    for key in keys[:limit]:
+        if key not in kept:
+            break
+        count += 1
+    return count
+
+
+def hits_by_site(
+    planned: Mapping[str, Mapping[str, int]], roles: Mapping[str, str]
+) -> dict[str, tuple[int | None, int | None]]:
+    """request -> (planned hit at P, at MD); a mixed instance is both."""
+    found: dict[str, list[int | None]] = defaultdict(lambda: [None, None])
+    for instance, hits in planned.items():
+        role = roles.get(instance)
+        for request_id, tokens in hits.items():
+            if role in ("P", "MIXED"):
+                found[request_id][0] = tokens
+            if role in ("MD", "MIXED"):
+                found[request_id][1] = tokens
+    return {request_id: (p, md) for request_id, (p, md) in found.items()}
+
+
+# --- before a run ---------------------------------------------------------------------------------------------------------
+
+
+def check_lengths(rows: Iterable[Row], max_context: int) -> None:
+    """Raises UserError that names the first request whose prompt and output do not fit the model."""
+    for row in rows:
+        if row.input_tokens + row.output_tokens > max_context:
+            raise UserError(
+                f"trace: request {row.request_id} has a prompt of {row.input_tokens} and an output of {row.output_tokens} tokens, "
+                f"more than the model's context of {max_context} (model.max_context); make trace.scale smaller"
+            )
+
+
+def expected_hit(row: Row, page_size: int) -> int:
+    """Tokens that a cache which keeps all would hit, page-floored; the a-priori plan for MD in sequential order."""
+    if row.prefix_id is None:
+        return 0
+    return min(row.keep_tokens, row.input_tokens - 1) // page_size * page_size
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """The a-priori figures of a run; shares are of capacity, 0 to 1 and above. Bytes are KV bytes."""
+
+    num_requests: int
+    num_sessions: int
+    num_primed: int
+    prime_tokens: int
+    prompt_tokens: int
+    output_tokens: int
+    hit_tokens: int
+    slice_bins: tuple[float, ...]
+    trace_bins: tuple[float, ...]
+    kv_bytes: int
+    line_bytes: int
+    duration_s: float
+    prime_s: float
+    offered_per_s: float
+    p_share: float
+    line_share: float | None
+    md_share: float
+    time_compression: float
+
+    @property
+    def is_representative(self) -> bool:
+        """No hit bin of the slice is off the trace's by more than 5 points."""
+        return all(abs(a - b) <= REPRESENTATIVE_POINTS for a, b in zip(self.slice_bins, self.trace_bins, strict=True))
+
+
+def make_plan(selection: Selection, primes: Sequence[Row], trace_rows: Sequence[Row], spec: EngineSpec) -> Plan:
+    """Figures of `selection` on `spec`, with ideal caches. P computes what it has never seen: past outputs too."""
+    rows = [item.row for item in selection.planned]
+    page = spec.page_size
+    hits = [expected_hit(row, page) for row in rows]
+    prompt_tokens, output_tokens = sum(row.input_tokens for row in rows), sum(row.output_tokens for row in rows)
+    kv_per_token = spec.model.kv_bytes_per_token
+    is_crossing = len({item.site for item in spec.instances}) > 1
+    line_bytes = (prompt_tokens - sum(hits)) * kv_per_token if is_crossing else 0
+
+    service = ServiceModel(spec)
+    starts = run_timeline(selection.planned, service)
+    duration_s = max(starts[row.request_id] + service(row.input_tokens, row.output_tokens) for row in rows)
+    per_s = 1.0 / max(duration_s, 1e-9)
+    prefills = [item for item in spec.instances if item.role in ("P", "MIXED")]
+    mains = [item for item in spec.instances if item.role in ("MD", "MIXED")]
+    computed = sum(
+        prefill_s(prefills[0], row.input_tokens - p_hit(row, hit, page)) for row, hit in zip(rows, hits, strict=True)
+    )
+    decode = sum(row.output_tokens * decode_token_s(mains[0].timing) for row in rows)
+    line_rate = spec.line.rate_bps if is_crossing else None
+    return Plan(
+        num_requests=len(rows), num_sessions=selection.num_sessions, num_primed=len(primes),
+        prime_tokens=sum(row.input_tokens for row in primes), prompt_tokens=prompt_tokens, output_tokens=output_tokens,
+        hit_tokens=sum(hits), slice_bins=tuple(_bins(rows, page)), trace_bins=tuple(_bins(trace_rows, page)),
+        kv_bytes=prompt_tokens * kv_per_token, line_bytes=line_bytes, duration_s=duration_s,
+        prime_s=sum(prefill_s(prefills[0], row.input_tokens) for row in primes) / len(prefills),
+        offered_per_s=len(rows) * per_s, p_share=computed * per_s / len(prefills),
+        line_share=None if line_rate is None else line_bytes * 8 * per_s / line_rate,
+        md_share=decode * per_s / sum(item.max_batch_seqs for item in mains), time_compression=selection.time_compression,
+    )  # fmt: skip
+
+
+def _bins(rows: Iterable[Row], page_size: int) -> list[float]:
+    return hit_bins([expected_hit(row, page_size) / row.input_tokens for row in rows])
+
+
+def p_hit(row: Row, md_hit: int, page_size: int) -> int:
+    """P has seen the prompts of past turns and not their outputs. How much of the kept prefix is output is not in a row: a
+    kept prefix ends with one output of about this turn's length."""
+    return max(0, md_hit - row.output_tokens // page_size * page_size)
+
+
+def prefill_s(instance: InstanceSpec, num_tokens: int) -> float:
+    """Modelled time to prefill `num_tokens` alone, in chunks."""
+    steps = -(-max(1, num_tokens) // instance.prefill_chunk_tokens)
+    return steps * instance.timing.base_s + num_tokens * instance.timing.prefill_token_s
+
+
+def decode_token_s(timing: StepTiming) -> float:
+    """Modelled time of one decode step at short context."""
+    return timing.base_s + timing.decode_step_s
+
+
+class ServiceModel:
+    """(prompt, output) -> expected seconds of a request with a mean hit, alone: what the run's timeline is made with."""
+
+    MEAN_HIT = 0.9
+
+    def __init__(self, spec: EngineSpec) -> None:
+        self._prefill = next(item for item in spec.instances if item.role in ("P", "MIXED"))
+        self._main = next(item for item in spec.instances if item.role in ("MD", "MIXED"))
+
+    def __call__(self, prompt_tokens: int, output_tokens: int) -> float:
+        uncached = round(prompt_tokens * (1 - self.MEAN_HIT))
+        return prefill_s(self._prefill, uncached) + output_tokens * decode_token_s(self._main.timing)
+
+
+def plan_table(plan: Plan) -> RenderableType:
+    """The plan for a terminal."""
+    from rich.table import Table
+
+    table = Table(title="plan", title_justify="left", show_header=False, box=None, padding=(0, 2, 0, 0))
+    add = table.add_row
+    add("requests", f"{plan.num_requests:,} from {plan.num_sessions:,} sessions")
+    add("primed before", f"{plan.num_primed:,} histories, {plan.prime_tokens:,} tokens, about {plan.prime_s:.0f} s")
+    add("tokens", f"{plan.prompt_tokens:,} prompt, {plan.output_tokens:,} output")
+    add("expected hit", f"{plan.hit_tokens / plan.prompt_tokens:.1%} of prompt tokens (caches that keep all)")
+    add("KV", f"{_size(plan.kv_bytes)} of prompts; {_size(plan.line_bytes)} over the line")
+    add("offered", f"{plan.offered_per_s:.2f} requests/s for {plan.duration_s:.0f} s, time compressed {plan.time_compression:g} times")
+    line = "none" if plan.line_share is None else f"{plan.line_share:.0%}"
+    add("use of capacity", f"P {plan.p_share:.0%}, line {line}, MD's batch {plan.md_share:.0%}")
+    add("time", f"about {plan.prime_s + plan.duration_s:.0f} s after the start")
+    return table
+
+
+def bins_table(slice_bins: Sequence[float], trace_bins: Sequence[float]) -> RenderableType:
+    """The slice's planned hit bins beside the trace's, in percent of requests."""
+    from rich.table import Table
+
+    table = Table(title="share of requests by planned hit, %", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table.add_column("")
+    for name in BIN_NAMES:
+        table.add_column(name.replace("[", r"\["), justify="right")
+    table.add_row("slice", *(f"{x:.1f}" for x in slice_bins))
+    table.add_row("trace", *(f"{x:.1f}" for x in trace_bins))
+    return table
+
+
+def _size(num_bytes: int) -> str:
+    return f"{num_bytes / 1e6:,.1f} MB" if num_bytes < 1e9 else f"{num_bytes / 1e9:,.2f} GB"
