@@ -1,4 +1,6 @@
-"""`python -m harness key=value ...`: one run. Prints what it is, what it will do, what came out; errors of the user are one line."""
+"""`python -m harness key=value ...`: one run. Prints what it is, what it will do, what came out; errors of the user
+are one line.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,14 @@ INTERRUPTED_CODE = 130
 
 EXAMPLES = (
     ("python -m harness", "the main job: pdd on synthetic agents, real processes, a shaped line"),
-    ("python -m harness engine=cross_pd clock=virtual seed=1 limit.requests=200", "no relay, on virtual time, in seconds"),
-    ("python -m harness trace=mooncake trace.path=trace.jsonl.gz limit.requests=200 dry_run=true", "the plan of a real trace"),
+    (
+        "python -m harness engine=cross_pd clock=virtual seed=1 limit.requests=200",
+        "no relay, on virtual time, in seconds",
+    ),
+    (
+        "python -m harness trace=mooncake trace.path=trace.jsonl.gz limit.requests=200 dry_run=true",
+        "the plan of a real trace",
+    ),
 )
 
 
@@ -45,7 +53,12 @@ def help_text() -> str:
     from harness.config import GROUPS, chosen, group_choices, top_keys
 
     default = chosen([])
-    lines = ["usage: python -m harness [key=value ...]", "", "One run of a trace against an engine; results go to results/.", ""]
+    lines = [
+        "usage: python -m harness [key=value ...]",
+        "",
+        "One run of a trace against an engine; results go to results/.",
+        "",
+    ]
     lines.append("choices (* is the default):")
     for group in GROUPS:
         for name, text in group_choices(group).items():
@@ -54,7 +67,11 @@ def help_text() -> str:
         lines.append("")
     lines.append("other keys, with their defaults:")
     lines += [f"    {f'{key}={value}':32}{text}" for key, value, text in top_keys()]
-    lines += ["", "Any key of a chosen file can be set too: cluster.page_size=32, trace.scale=0.0625, model.dtype=float64.", ""]
+    lines += [
+        "",
+        "Any key of a chosen file can be set too: cluster.page_size=32, trace.scale=0.0625, model.dtype=float64.",
+        "",
+    ]
     lines.append("examples:")
     for command, text in EXAMPLES:
         lines += [f"  {command}", f"      {text}"]

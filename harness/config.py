@@ -1,4 +1,5 @@
-"""The command line and conf/ turned into plain, checked objects, once, at the edge; and the ground that a run stands on.
+"""The command line and conf/ turned into plain, checked objects, once, at the edge; and the ground that a run stands
+on.
 
 Hydra is known here and nowhere else. A key that conf/ does not have is refused with the nearest one that it has.
 """
@@ -6,6 +7,7 @@ Hydra is known here and nowhere else. A key that conf/ does not have is refused 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import difflib
 import importlib.metadata
 import importlib.resources
@@ -13,6 +15,7 @@ import logging
 import os
 import platform
 import subprocess
+import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -40,9 +43,9 @@ class TraceConfig(Config, frozen=True):
 
 class LoadConfig(Config, frozen=True):
     kind: Literal["sessions", "rate", "concurrency"]
-    requests_per_s: float = 3.0
+    requests_per_s: float = 8.0
     duration_s: float = 60.0
-    running_sessions: int = 24
+    running_sessions: int = 28
     sessions_per_s: float = 0.5
     arrivals: Literal["constant", "poisson"] = "poisson"
     concurrency: int = 1
@@ -86,13 +89,21 @@ class WanConfig(Config, frozen=True):
     """`kind` similar: rates follow from `ratio` and `flows` (harness/similitude.py); fixed: they are given."""
 
     kind: Literal["similar", "fixed"] = "fixed"
+    name: str = "line"
     ratio: float = 1.0
-    flows: int = 20
-    rate_bps: float | None = None
-    flow_rate_bps: float | None = None
-    rtt_s: float = 0.0
-    jitter_s: float = 0.0
-    lanes: int = 20
+    flows: int = 3
+    rate_mbps: float | None = None
+    flow_mbps: float | None = None
+    rtt_ms: float = 0.0
+    jitter_ms: float = 0.0
+    lanes: int = 8
+
+    def preset(self) -> dict[str, object]:
+        """The keys of a line (LinkSpec.from_config)."""
+        return {
+            "name": "line", "rate_mbps": self.rate_mbps, "flow_mbps": self.flow_mbps, "rtt_ms": self.rtt_ms,
+            "jitter_ms": self.jitter_ms, "lanes": self.lanes,
+        }  # fmt: skip
 
 
 class RunConfig(Config, frozen=True):
@@ -174,13 +185,29 @@ def load_config(overrides: Sequence[str]) -> tuple[RunConfig, dict[str, Any]]:
 
 def checked(config: Mapping[str, Any]) -> RunConfig:
     """`config` as objects; raises UserError that names the key that is wrong."""
+    _refuse_strays(dict(config), RunConfig, "")
     try:
         run = msgspec.convert(dict(config), RunConfig)
     except msgspec.ValidationError as error:
         message, _, where = str(error).partition(" - at `$")
-        raise UserError(f"{where.strip('`').lstrip('.') or 'configuration'}: {message[0].lower()}{message[1:]}") from None
+        raise UserError(
+            f"{where.strip('`').lstrip('.') or 'configuration'}: {message[0].lower()}{message[1:]}"
+        ) from None
     _check_ranges(run)
     return run
+
+
+def _refuse_strays(node: Any, kind: Any, where: str) -> None:
+    """Raises UserError for a key that the dataclass it would fill does not have: conversion alone would drop it."""
+    if isinstance(node, list) and typing.get_origin(kind) is tuple:
+        for number, item in enumerate(node):
+            _refuse_strays(item, typing.get_args(kind)[0], f"{where.rstrip('.')}[{number}].")
+    elif isinstance(node, dict) and (dataclasses.is_dataclass(kind) or hasattr(kind, "__struct_fields__")):
+        types = typing.get_type_hints(kind)
+        for key, value in node.items():
+            if key not in types:
+                raise UserError(f"{where}{key}: unknown key; {_nearest(str(key), sorted(types))}")
+            _refuse_strays(value, types[key], f"{where}{key}.")
 
 
 def _check_ranges(run: RunConfig) -> None:
@@ -210,7 +237,7 @@ def _check_ranges(run: RunConfig) -> None:
         raise UserError("executor: roofline computes no tokens and needs clock=virtual; use executor=paced")
 
 
-# --- what there is to choose ----------------------------------------------------------------------------------------------
+# --- what there is to choose ------------------------------------------------------------------------------------------
 
 
 def group_choices(group: str) -> dict[str, str]:
@@ -260,7 +287,9 @@ def top_keys() -> list[tuple[str, str, str]]:
 
 
 def _refuse_unknown(overrides: Sequence[str], compose: Any) -> None:
-    """Raises UserError for a word that is no key=value, a choice that is no file, a key that the composed config does not have."""
+    """Raises UserError for a word that is no key=value, a choice that is no file, a key that the composed config
+    does not have.
+    """
     from omegaconf import OmegaConf
 
     groups = []
@@ -303,7 +332,7 @@ def _first_line(error: Exception) -> str:
     return lines[0] if lines else type(error).__name__
 
 
-# --- the ground: versions, commit, machine; never the host's name, never a value of the environment ------------------------
+# --- the ground: versions, commit, machine; never the host's name, never a value of the environment -------------------
 
 
 def versions() -> dict[str, str]:

@@ -26,14 +26,18 @@ class LiveView:
         self._next_plain_s = 0.0
         self._last_tenth = -1
         self._last_stage = ""
-        self._live = Live(Text(""), console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        self._live = (
+            Live(Text(""), console=console, refresh_per_second=4, transient=True) if console.is_terminal else None
+        )
 
     def __enter__(self) -> LiveView:
         if self._live is not None:
             self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._live is not None:
             self._live.stop()
 
@@ -45,7 +49,9 @@ class LiveView:
             self._console.print(text, highlight=False)
 
     def _is_due(self, elapsed_s: float, stage: str) -> bool:
-        """Plain lines: every few seconds; on virtual time, which may fly, every tenth of the requests. A new stage is always told."""
+        """Plain lines: every few seconds; on virtual time, which may fly, every tenth of the requests. A new
+        stage is always told.
+        """
         if stage != self._last_stage:
             self._last_stage = stage
             self._next_plain_s = elapsed_s + PLAIN_EVERY_S
@@ -69,6 +75,6 @@ class LiveView:
         if stage == "prime":
             return f"[{elapsed_s:6.1f} s] priming: {p.num_primed} histories done, {p.num_in_flight} under way"
         return (
-            f"[{elapsed_s:6.1f} s] {stage}: {self._num_done}/{p.num_planned} requests ended, {p.num_in_flight} in flight, "
-            f"{p.num_failed} failed, {p.num_skipped} skipped, {p.output_tokens:,} tokens"
+            f"[{elapsed_s:6.1f} s] {stage}: {self._num_done}/{p.num_planned} requests ended, "
+            f"{p.num_in_flight} in flight, {p.num_failed} failed, {p.num_skipped} skipped, {p.output_tokens:,} tokens"
         )

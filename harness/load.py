@@ -1,6 +1,7 @@
 """Which requests of a trace are sent, and when: pure functions of the trace and of time.
 
-Nothing here sends, sleeps or reads a clock. Times are seconds; `*_trace_s` are the trace's own, all others are the run's, which start
+Nothing here sends, sleeps or reads a clock. Times are seconds; `*_trace_s` are the trace's own, all others are the
+run's, which start
 at 0 with the measurement. Time compression divides arrivals, think gaps and tool gaps alike.
 """
 
@@ -10,11 +11,15 @@ import hashlib
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import numpy as np
 
 from traces.errors import UserError
+
+if TYPE_CHECKING:
+    from harness.config import RunConfig
+    from harness.replay import Prompts
 
 ServiceTime = Callable[[int, int], float]
 """(prompt tokens, output tokens) -> expected seconds from sending to the last token."""
@@ -22,7 +27,9 @@ ServiceTime = Callable[[int, int], float]
 MIN_COMPRESSION, MAX_COMPRESSION = 0.05, 1.0e4
 BIN_EDGES = (0.90, 0.95, 0.96, 0.97, 0.98, 0.99)
 """Inner edges of the seven hit-ratio bins."""
-NUM_CANDIDATES = 24
+NUM_CANDIDATES = 16
+HORIZON = 4
+"""A slice is cut from so many times its requests of the sampled sessions, in order of the trace's time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,15 +51,26 @@ class Row:
     is_gap_from_start: bool
     service_trace_s: float | None
 
-    @property
-    def ideal_hit(self) -> float:
-        """Share of the prompt that its prefix covers: what a cache that keeps all would hit."""
-        return min(self.keep_tokens, self.input_tokens - 1) / self.input_tokens if self.prefix_id is not None else 0.0
+    def md_hit(self, page_size: int) -> int:
+        """Tokens that a cache which keeps all, outputs too, would hit: whole pages, never the last token."""
+        if self.prefix_id is None:
+            return 0
+        return min(self.keep_tokens, self.input_tokens - 1) // page_size * page_size
+
+    def p_hit(self, page_size: int) -> int:
+        """The same at P, which has seen the prompts of past turns and not their outputs. How much of the kept
+        prefix is output is not
+        in a row: it is taken to end with one output of this turn's length."""
+        return max(0, self.md_hit(page_size) - self.output_tokens // page_size * page_size)
+
+    def hit_share(self, page_size: int) -> float:
+        return self.md_hit(page_size) / self.input_tokens
 
 
 @dataclass(frozen=True, slots=True)
 class Planned:
-    """One request to send. With `start_s` it is due then; else `gap_s` after the last of `after` has ended (or started).
+    """One request to send. With `start_s` it is due then; else `gap_s` after the last of `after` has ended (or
+    started).
 
     `timeline_s` is when the session's own timeline would have been: as in the trace, compressed.
     """
@@ -66,8 +84,10 @@ class Planned:
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """What a run sends. `prime_ids` are requests or roots to be in the caches before; `entries` maps a session that was running to
-    the turn that it enters at. With `lanes`, sessions start as lanes fall free; `max_in_flight` bounds requests, not waiting turns."""
+    """What a run sends. `prime_ids` are requests or roots to be in the caches before; `entries` maps a session
+    that was running to
+    the turn that it enters at. With `lanes`, sessions start as lanes fall free; `max_in_flight` bounds requests,
+    not waiting turns."""
 
     planned: tuple[Planned, ...]
     prime_ids: tuple[str, ...]
@@ -81,7 +101,26 @@ class Selection:
         return len({planned.row.session_id for planned in self.planned})
 
 
-# --- when, as pure functions ----------------------------------------------------------------------------------------------
+@dataclass(frozen=True, slots=True)
+class LoadedTrace:
+    """A trace as the running side needs it. `by_id` has roots too; `info` is what the manifest says of it;
+    `prompts` makes the
+    source of prompts for the rows that a run sends."""
+
+    rows: Sequence[Row]
+    by_id: Mapping[str, Row]
+    slice_start_s: float
+    has_sessions: bool
+    info: Mapping[str, object]
+    prompts: Callable[[RunConfig, Sequence[Row]], Prompts]
+
+
+def load_trace(config: RunConfig) -> LoadedTrace:
+    """The trace that `config` names. Raises UserError: no such file, a broken row."""
+    raise UserError(f"trace: {config.trace.name} is not there")
+
+
+# --- when, as pure functions ------------------------------------------------------------------------------------------
 
 
 def starts_at_rate(count: int, rate_per_s: float, kind: Literal["constant", "poisson"], seed: int) -> list[float]:
@@ -97,7 +136,8 @@ def starts_at_rate(count: int, rate_per_s: float, kind: Literal["constant", "poi
 def trace_timeline(rows: Sequence[Row], service_s: ServiceTime) -> tuple[dict[str, float], dict[str, float]]:
     """Start and end of every request on the trace's own clock. Rows must follow what they come after.
 
-    An end is start + the trace's service time, or the expected one where the trace has none. A row whose `after` is outside
+    An end is start + the trace's service time, or the expected one where the trace has none. A row whose `after`
+    is outside
     of `rows` and that has no arrival raises UserError.
     """
     start: dict[str, float] = {}
@@ -109,22 +149,31 @@ def trace_timeline(rows: Sequence[Row], service_s: ServiceTime) -> tuple[dict[st
             times = start if row.is_gap_from_start else end
             missing = [name for name in row.after if name not in times]
             if missing or not row.after:
-                raise UserError(f"trace: request {row.request_id} comes after {missing or 'nothing'}, which no earlier row has")
+                raise UserError(
+                    f"trace: request {row.request_id} comes after {missing or 'nothing'}, which no earlier row has"
+                )
             at = max(times[name] for name in row.after) + row.gap_trace_s
         start[row.request_id] = at
-        took = row.service_trace_s if row.service_trace_s is not None else service_s(row.input_tokens, row.output_tokens)
+        took = (
+            row.service_trace_s if row.service_trace_s is not None else service_s(row.input_tokens, row.output_tokens)
+        )
         end[row.request_id] = at + took
     return start, end
 
 
-def run_timeline(planned: Iterable[Planned], service_s: ServiceTime) -> dict[str, float]:
-    """Expected start of each request in the run, if each takes `service_s`."""
+def run_timeline(planned: Iterable[Planned], service_s: ServiceTime, compression: float = 1.0) -> dict[str, float]:
+    """Expected start of each request in the run, if each takes `service_s` and times are compressed that many
+    times more.
+    """
     start: dict[str, float] = {}
     end: dict[str, float] = {}
     for item in planned:
         row = item.row
         times = start if row.is_gap_from_start else end
-        at = item.start_s if item.start_s is not None else max(times[name] for name in item.after) + item.gap_s
+        if item.start_s is not None:
+            at = item.start_s / compression
+        else:
+            at = max([times[name] for name in item.after]) + item.gap_s / compression
         start[row.request_id] = at
         end[row.request_id] = at + service_s(row.input_tokens, row.output_tokens)
     return start
@@ -138,12 +187,14 @@ def hit_bins(hits: Sequence[float]) -> list[float]:
     return [float(x) for x in 100.0 * counts / len(hits)]
 
 
-# --- which requests -------------------------------------------------------------------------------------------------------
+# --- which requests ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class Want:
-    """How large a slice is asked for. `num_running` sessions run at the start; `time_compression` None: chosen to fit the rate."""
+    """How large a slice is asked for. `num_running` sessions run at the start; `time_compression` None: chosen to
+    fit the rate.
+    """
 
     num_requests: int
     requests_per_s: float
@@ -174,18 +225,20 @@ class SessionPool:
                 (self.running if min(starts) < start_trace_s else self.new).append(root)
 
     def pick(self, num_running: int, salt: str) -> list[str]:
-        """`num_running` of the running sessions by hash, and the same share of the new ones: the mix stays the trace's."""
+        """`num_running` of the running sessions by hash, and the same share of the new ones: the mix stays the
+        trace's.
+        """
         ranked = sorted(self.running, key=lambda root: _unit(salt, root))
         chosen = ranked[:num_running]
         share = 1.0 if len(chosen) == len(ranked) else _unit(salt, ranked[len(chosen)])
         return chosen + [root for root in self.new if _unit(salt, root) < share]
 
-    def plan(self, roots: Iterable[str], compression: float) -> list[Planned]:
-        """All requests of `roots` from the start instant on, in order of the trace's time."""
+    def plan(self, roots: Iterable[str], compression: float, most: int | None = None) -> list[Planned]:
+        """The first `most` requests of `roots` from the start instant on, in order of the trace's time."""
         rows = [
             row for root in roots for row in self.trees[root] if self.begins[row.request_id] >= self.start_trace_s
         ]  # fmt: skip
-        rows.sort(key=lambda row: self.begins[row.request_id])
+        rows = sorted(rows, key=lambda row: self.begins[row.request_id])[:most]
         inside = {row.request_id for row in rows}
         planned = []
         for row in rows:
@@ -201,21 +254,20 @@ class SessionPool:
         kept = sorted(planned, key=lambda item: at[item.row.request_id])[: want.num_requests]
         return [item for item in kept if at[item.row.request_id] < want.duration_s] or list(kept)
 
-    def count(self, roots: Sequence[str], compression: float, want: Want) -> int:
-        at = run_timeline(self.plan(roots, compression), self.service_s)
-        return sum(1 for t in at.values() if t < want.duration_s)
 
-
-def select_snapshot(pool: SessionPool, want: Want, salt: str, target_bins: Sequence[float] = ()) -> Selection:
+def select_snapshot(
+    pool: SessionPool, want: Want, salt: str, page_size: int = 1, target_bins: Sequence[float] = ()
+) -> Selection:
     """Sessions that run at the start instant enter at their next turn, new ones come as in the trace.
 
-    Among a few samples of sessions the one is taken whose hit bins are nearest to `target_bins`. Raises UserError when nothing runs
+    Among a few samples of sessions the one is taken whose hit bins are nearest to `target_bins`. Raises UserError
+    when nothing runs
     at that instant and nothing comes.
     """
     best: tuple[float, Selection] | None = None
     for candidate in range(NUM_CANDIDATES):
         selection = _one_snapshot(pool, want, f"{salt}/{candidate}")
-        distance = bins_distance(hit_bins([item.row.ideal_hit for item in selection.planned]), target_bins)
+        distance = bins_distance(hit_bins([item.row.hit_share(page_size) for item in selection.planned]), target_bins)
         if best is None or distance < best[0]:
             best = (distance, selection)
         if not target_bins or len(selection.entries) == len(pool.running):
@@ -233,18 +285,23 @@ def bins_distance(bins: Sequence[float], target: Sequence[float]) -> float:
 
 def _one_snapshot(pool: SessionPool, want: Want, salt: str) -> Selection:
     num_running = min(want.num_running, want.max_sessions or want.num_running, max(1, len(pool.running)))
-    compression = want.time_compression or 1.0
+    most = HORIZON * want.num_requests
     while True:
         roots = pool.pick(num_running, salt)[: want.max_sessions]
         if not roots:
             raise UserError("trace: no session runs at the slice's start and none comes later; choose another slice=")
-        if want.time_compression is None:
-            compression = fitting_compression(lambda c: pool.count(roots, c, want), want.num_requests)  # noqa: B023
+        future = pool.plan(roots, 1.0, most)
+
+        def count_at(compression: float, future: Sequence[Planned] = future) -> int:
+            at = run_timeline(future, pool.service_s, compression)
+            return sum(1 for t in at.values() if t < want.duration_s)
+
+        compression = want.time_compression or fitting_compression(count_at, want.num_requests)
         is_all = num_running >= min(len(pool.running), want.max_sessions or len(pool.running))
-        if is_all or pool.count(roots, compression, want) >= want.num_requests:
+        if is_all or count_at(compression) >= want.num_requests:
             break
         num_running = min(num_running + max(1, num_running // 4), len(pool.running))
-    planned = _without_strays(pool.cut(pool.plan(roots, compression), want))
+    planned = _without_strays(pool.cut(pool.plan(roots, compression, most), want))
     inside = {item.row.request_id for item in planned}
     prime_ids = dict.fromkeys(
         item.row.prefix_id for item in planned if item.row.prefix_id is not None and item.row.prefix_id not in inside
@@ -260,24 +317,26 @@ def _one_snapshot(pool: SessionPool, want: Want, salt: str) -> Selection:
 def select_from_start(
     rows: Sequence[Row], want: Want, service_s: ServiceTime, *, start_trace_s: float = 0.0
 ) -> Selection:
-    """The trace's requests in its own order from `start_trace_s` on, caches cold: sessions that begin there, at trace times."""
+    """The trace's requests in its own order from `start_trace_s` on, caches cold: sessions that begin there, at
+    trace times.
+    """
     pool = SessionPool(rows, start_trace_s, service_s)
     if not pool.new:
         raise UserError("trace: no session begins after the slice's start; choose an earlier slice=")
     first = {root: min(pool.begins[row.request_id] for row in pool.trees[root]) for root in pool.new}
-    roots = sorted(pool.new, key=lambda root: first[root])[: min(want.max_sessions or want.num_requests, want.num_requests)]
+    roots = sorted(pool.new, key=lambda root: first[root])[
+        : min(want.max_sessions or want.num_requests, want.num_requests)
+    ]
     pool.start_trace_s = first[roots[0]]
 
-    def kept(compression: float) -> list[Planned]:
-        return pool.plan(roots, compression)[: want.num_requests]
+    most = want.num_requests
+    future = pool.plan(roots, 1.0, most)
 
-    def is_in_time(compression: float) -> int:
-        return sum(1 for t in run_timeline(kept(compression), service_s).values() if t <= want.duration_s)
+    def count_at(compression: float) -> int:
+        return sum(1 for t in run_timeline(future, service_s, compression).values() if t <= want.duration_s)
 
-    compression = want.time_compression
-    if compression is None:
-        compression = fitting_compression(is_in_time, len(kept(1.0)))
-    return Selection(tuple(_without_strays(kept(compression))), (), compression, {})
+    compression = want.time_compression or fitting_compression(count_at, len(future))
+    return Selection(tuple(_without_strays(pool.plan(roots, compression, most))), (), compression, {})
 
 
 def started_at(selection: Selection, starts: Sequence[float]) -> Selection:
@@ -295,10 +354,14 @@ def started_at(selection: Selection, starts: Sequence[float]) -> Selection:
 
 
 def in_lanes(selection: Selection, lanes: int) -> Selection:
-    """`selection` with at most `lanes` sessions at a time, each followed by the next; as many requests in flight at most."""
+    """`selection` with at most `lanes` sessions at a time, each followed by the next; as many requests in flight
+    at most.
+    """
     if lanes < 1:
         raise UserError(f"load.concurrency: must be at least 1, got {lanes}")
-    planned = tuple(replace(p, start_s=0.0 if p.start_s is not None else None, timeline_s=None) for p in selection.planned)
+    planned = tuple(
+        replace(p, start_s=0.0 if p.start_s is not None else None, timeline_s=None) for p in selection.planned
+    )
     return replace(selection, planned=planned, lanes=lanes, max_in_flight=lanes)
 
 

@@ -1,6 +1,7 @@
 """What a run is expected to do: hits under caches that keep all, tokens, bytes, load against capacity. Sends nothing.
 
-Planned hits have one definition, for any order of cache events: before a run the order is the sequential one, after it the recorded
+Planned hits have one definition, for any order of cache events: before a run the order is the sequential one, after it
+the recorded
 one. The plan knows no eviction, so a reported hit below it is a page that the cache lost.
 """
 
@@ -8,11 +9,30 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING
 
-from engines.pdd.config import EngineSpec, InstanceSpec, StepTiming
-from harness.load import Row, Selection, hit_bins, run_timeline
+from engines.pdd.config import EngineSpec
+from engines.pdd.policy import arranged
+from engines.wan.link import LinkSpec
+from harness.config import RunConfig
+from harness.load import (
+    LoadedTrace,
+    Row,
+    Selection,
+    SessionPool,
+    Want,
+    hit_bins,
+    in_lanes,
+    load_trace,
+    run_timeline,
+    select_from_start,
+    select_snapshot,
+    started_at,
+    starts_at_rate,
+)
+from harness.replay import Prompts
+from harness.similitude import Similitude, decode_token_s, line_of, prefill_s, similitude_of
 from traces.errors import UserError
 
 if TYPE_CHECKING:
@@ -46,8 +66,10 @@ def planned_hits(
 ) -> dict[str, dict[str, int]]:
     """instance -> request -> hit tokens, if no cache ever lost a page.
 
-    A hit is the longest run of leading full pages present, at most floor((prompt - 1) / page) pages: one token is always computed.
-    `insert_prompt` keeps floor(prompt / page) pages, `insert_full` floor((prompt + output - 1) / page): the last token has no KV.
+    A hit is the longest run of leading full pages present, at most floor((prompt - 1) / page) pages: one token is
+    always computed.
+    `insert_prompt` keeps floor(prompt / page) pages, `insert_full` floor((prompt + output - 1) / page): the last
+    token has no KV.
     A request matched twice at one instance keeps the first answer.
     """
     planned: dict[str, dict[str, int]] = {}
@@ -91,7 +113,7 @@ def hits_by_site(
     return {request_id: (p, md) for request_id, (p, md) in found.items()}
 
 
-# --- before a run ---------------------------------------------------------------------------------------------------------
+# --- before a run -----------------------------------------------------------------------------------------------------
 
 
 def check_lengths(rows: Iterable[Row], max_context: int) -> None:
@@ -99,16 +121,10 @@ def check_lengths(rows: Iterable[Row], max_context: int) -> None:
     for row in rows:
         if row.input_tokens + row.output_tokens > max_context:
             raise UserError(
-                f"trace: request {row.request_id} has a prompt of {row.input_tokens} and an output of {row.output_tokens} tokens, "
-                f"more than the model's context of {max_context} (model.max_context); make trace.scale smaller"
+                f"trace: request {row.request_id} has a prompt of {row.input_tokens} and an output of "
+                f"{row.output_tokens} tokens, more than the model's context of {max_context} (model.max_context); "
+                "make trace.scale smaller"
             )
-
-
-def expected_hit(row: Row, page_size: int) -> int:
-    """Tokens that a cache which keeps all would hit, page-floored; the a-priori plan for MD in sequential order."""
-    if row.prefix_id is None:
-        return 0
-    return min(row.keep_tokens, row.input_tokens - 1) // page_size * page_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,12 +155,15 @@ class Plan:
         """No hit bin of the slice is off the trace's by more than 5 points."""
         return all(abs(a - b) <= REPRESENTATIVE_POINTS for a, b in zip(self.slice_bins, self.trace_bins, strict=True))
 
+    def as_dict(self) -> dict[str, object]:
+        return asdict(self)
+
 
 def make_plan(selection: Selection, primes: Sequence[Row], trace_rows: Sequence[Row], spec: EngineSpec) -> Plan:
     """Figures of `selection` on `spec`, with ideal caches. P computes what it has never seen: past outputs too."""
     rows = [item.row for item in selection.planned]
     page = spec.page_size
-    hits = [expected_hit(row, page) for row in rows]
+    hits = [row.md_hit(page) for row in rows]
     prompt_tokens, output_tokens = sum(row.input_tokens for row in rows), sum(row.output_tokens for row in rows)
     kv_per_token = spec.model.kv_bytes_per_token
     is_crossing = len({item.site for item in spec.instances}) > 1
@@ -156,9 +175,7 @@ def make_plan(selection: Selection, primes: Sequence[Row], trace_rows: Sequence[
     per_s = 1.0 / max(duration_s, 1e-9)
     prefills = [item for item in spec.instances if item.role in ("P", "MIXED")]
     mains = [item for item in spec.instances if item.role in ("MD", "MIXED")]
-    computed = sum(
-        prefill_s(prefills[0], row.input_tokens - p_hit(row, hit, page)) for row, hit in zip(rows, hits, strict=True)
-    )
+    computed = sum(prefill_s(prefills[0], row.input_tokens - row.p_hit(page)) for row in rows)
     decode = sum(row.output_tokens * decode_token_s(mains[0].timing) for row in rows)
     line_rate = spec.line.rate_bps if is_crossing else None
     return Plan(
@@ -169,33 +186,19 @@ def make_plan(selection: Selection, primes: Sequence[Row], trace_rows: Sequence[
         prime_s=sum(prefill_s(prefills[0], row.input_tokens) for row in primes) / len(prefills),
         offered_per_s=len(rows) * per_s, p_share=computed * per_s / len(prefills),
         line_share=None if line_rate is None else line_bytes * 8 * per_s / line_rate,
-        md_share=decode * per_s / sum(item.max_batch_seqs for item in mains), time_compression=selection.time_compression,
+        md_share=decode * per_s / sum(item.max_batch_seqs for item in mains),
+        time_compression=selection.time_compression,
     )  # fmt: skip
 
 
 def _bins(rows: Iterable[Row], page_size: int) -> list[float]:
-    return hit_bins([expected_hit(row, page_size) / row.input_tokens for row in rows])
-
-
-def p_hit(row: Row, md_hit: int, page_size: int) -> int:
-    """P has seen the prompts of past turns and not their outputs. How much of the kept prefix is output is not in a row: a
-    kept prefix ends with one output of about this turn's length."""
-    return max(0, md_hit - row.output_tokens // page_size * page_size)
-
-
-def prefill_s(instance: InstanceSpec, num_tokens: int) -> float:
-    """Modelled time to prefill `num_tokens` alone, in chunks."""
-    steps = -(-max(1, num_tokens) // instance.prefill_chunk_tokens)
-    return steps * instance.timing.base_s + num_tokens * instance.timing.prefill_token_s
-
-
-def decode_token_s(timing: StepTiming) -> float:
-    """Modelled time of one decode step at short context."""
-    return timing.base_s + timing.decode_step_s
+    return hit_bins([row.hit_share(page_size) for row in rows])
 
 
 class ServiceModel:
-    """(prompt, output) -> expected seconds of a request with a mean hit, alone: what the run's timeline is made with."""
+    """(prompt, output) -> expected seconds of a request with a mean hit, alone: what the run's timeline is made
+    with.
+    """
 
     MEAN_HIT = 0.9
 
@@ -206,6 +209,83 @@ class ServiceModel:
     def __call__(self, prompt_tokens: int, output_tokens: int) -> float:
         uncached = round(prompt_tokens * (1 - self.MEAN_HIT))
         return prefill_s(self._prefill, uncached) + output_tokens * decode_token_s(self._main.timing)
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """All that is decided before anything starts."""
+
+    config: RunConfig
+    spec: EngineSpec
+    selection: Selection
+    primes: tuple[Row, ...]
+    prompts: Prompts
+    plan: Plan
+    similitude: Similitude
+    trace_info: Mapping[str, object]
+
+    @property
+    def what(self) -> str:
+        """One line: what kind of run this is."""
+        config = self.config
+        time = "wall clock, real processes" if config.clock == "wall" else "virtual time, one process"
+        tokens = (
+            "no model computes: times only"
+            if config.executor_kind == "roofline"
+            else f"tokens sampled from {config.model.name}"
+        )
+        return (
+            f"{config.engine.policy} on {config.trace.name} ({self.trace_info['origin']}): {time}, {tokens}, "
+            f"{config.executor_kind} steps; lengths x {config.trace.scale:g}; {self.similitude.label}"
+        )
+
+
+def prepare(config: RunConfig, trace: LoadedTrace | None = None) -> Prepared:
+    """Read the trace, choose the slice, set the line, check that every request fits the model. Raises UserError."""
+    trace = trace or load_trace(config)
+    blank = config.engine_spec(LinkSpec(name="line"))
+    _, spec = arranged(blank)
+    service = ServiceModel(spec)
+    selection = choose(config, trace, service)
+    rows = [item.row for item in selection.planned]
+    primes = tuple(trace.by_id[name] for name in selection.prime_ids)
+    check_lengths([*primes, *rows], config.model.max_context)
+    decode = next(item for item in spec.instances if item.role in ("MD", "MIXED"))
+    spec = replace(spec, line=line_of(config.wan, rows, decode_token_s(decode.timing), config.model.kv_bytes_per_token))
+    plan = make_plan(selection, primes, trace.rows, spec)
+    similitude = similitude_of(config, spec, rows, primes, plan)
+    return Prepared(
+        config, replace(blank, line=spec.line), selection, primes, trace.prompts(config, rows), plan,
+        similitude, trace.info
+    )  # fmt: skip
+
+
+def choose(config: RunConfig, trace: LoadedTrace, service: ServiceModel) -> Selection:
+    """The slice, as load and start ask for it."""
+    want = Want(
+        num_requests=config.num_requests(), requests_per_s=config.load.requests_per_s,
+        num_running=config.load.running_sessions, max_sessions=config.limit.sessions,
+        time_compression=config.time_compression,
+    )  # fmt: skip
+    kind = config.load.kind
+    if kind == "sessions" and (config.start or ("snapshot" if trace.has_sessions else "cold")) == "snapshot":
+        pool = SessionPool(trace.rows, trace.slice_start_s, service)
+        return select_snapshot(
+            pool,
+            want,
+            f"{config.seed}/{config.slice}",
+            config.cluster.page_size,
+            hit_bins([row.hit_share(config.cluster.page_size) for row in trace.rows]),
+        )
+    if kind != "sessions" and config.time_compression is None:
+        want = replace(want, time_compression=1 / config.trace.scale)  # gaps shrink as lengths and service times do
+    selection = select_from_start(trace.rows, want, service, start_trace_s=trace.slice_start_s)
+    if kind == "rate":
+        count = len({item.row.root_session_id for item in selection.planned})
+        return started_at(
+            selection, starts_at_rate(count, config.load.sessions_per_s, config.load.arrivals, config.seed)
+        )
+    return in_lanes(selection, config.load.concurrency) if kind == "concurrency" else selection
 
 
 def plan_table(plan: Plan) -> RenderableType:
@@ -219,14 +299,18 @@ def plan_table(plan: Plan) -> RenderableType:
     add("tokens", f"{plan.prompt_tokens:,} prompt, {plan.output_tokens:,} output")
     add("expected hit", f"{plan.hit_tokens / plan.prompt_tokens:.1%} of prompt tokens (caches that keep all)")
     add("KV", f"{_size(plan.kv_bytes)} of prompts; {_size(plan.line_bytes)} over the line")
-    add("offered", f"{plan.offered_per_s:.2f} requests/s for {plan.duration_s:.0f} s, time compressed {plan.time_compression:g} times")
+    add(
+        "offered",
+        f"{plan.offered_per_s:.2f} requests/s for {plan.duration_s:.0f} s, "
+        f"time compressed {plan.time_compression:g} times",
+    )
     line = "none" if plan.line_share is None else f"{plan.line_share:.0%}"
     add("use of capacity", f"P {plan.p_share:.0%}, line {line}, MD's batch {plan.md_share:.0%}")
     add("time", f"about {plan.prime_s + plan.duration_s:.0f} s after the start")
     return table
 
 
-def bins_table(slice_bins: Sequence[float], trace_bins: Sequence[float]) -> RenderableType:
+def bins_table(plan: Plan) -> RenderableType:
     """The slice's planned hit bins beside the trace's, in percent of requests."""
     from rich.table import Table
 
@@ -234,8 +318,8 @@ def bins_table(slice_bins: Sequence[float], trace_bins: Sequence[float]) -> Rend
     table.add_column("")
     for name in BIN_NAMES:
         table.add_column(name.replace("[", r"\["), justify="right")
-    table.add_row("slice", *(f"{x:.1f}" for x in slice_bins))
-    table.add_row("trace", *(f"{x:.1f}" for x in trace_bins))
+    table.add_row("slice", *(f"{x:.1f}" for x in plan.slice_bins))
+    table.add_row("trace", *(f"{x:.1f}" for x in plan.trace_bins))
     return table
 
 

@@ -1,6 +1,8 @@
-"""Plays sessions against an engine: turns in order, think and tool gaps, history; every planned turn ends in one record.
+"""Plays sessions against an engine: turns in order, think and tool gaps, history; every planned turn ends in one
+record.
 
-It decides nothing about what is sent (load.py) and keeps nothing (the sink does). A turn that waits holds no slot and no task
+It decides nothing about what is sent (load.py) and keeps nothing (the sink does). A turn that waits holds no slot and
+no task
 until what it comes after has ended. A turn that fails ends its session: the rest is `skipped`, with the reason.
 """
 
@@ -31,7 +33,9 @@ class Prompts(Protocol):
 
 
 class Sink(Protocol):
-    """Takes each record once, when its request has ended. `prompt` and `completion` are None for what was never sent."""
+    """Takes each record once, when its request has ended. `prompt` and `completion` are None for what was never
+    sent.
+    """
 
     def request_ended(
         self, record: RequestRecord, stream: StreamRecorder, prompt: TokenArray | None, completion: Completion | None
@@ -150,7 +154,7 @@ class Replay:
         self._tree_open[row.root_session_id] += 1
         self._sessions.setdefault(row.session_id, _Session(row)).num_planned += 1
 
-    # --- before the measurement -----------------------------------------------------------------------------------------
+    # --- before the measurement ---------------------------------------------------------------------------------------
 
     async def prime(self, rows: Iterable[Row]) -> None:
         """Send each row's own prompt, a few at a time; its output stands in its session's history."""
@@ -170,7 +174,7 @@ class Replay:
         finally:
             await self._engine.set_phase("measured")
 
-    # --- the run --------------------------------------------------------------------------------------------------------
+    # --- the run ------------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
         """Send everything that is planned; returns when each planned request has its record."""
@@ -305,7 +309,7 @@ class Replay:
         async with asyncio.timeout(self._settings.request_timeout_s):
             return await self._engine.generate(request, stream)
 
-    # --- what follows ---------------------------------------------------------------------------------------------------
+    # --- what follows -------------------------------------------------------------------------------------------------
 
     def _resolve(self, turn: _Turn, record: RequestRecord) -> None:
         """`turn` has its record: let those go on that come after it, or end its session."""
@@ -361,7 +365,11 @@ class Replay:
         else:
             self.progress.num_failed += 1
         self._tree_open[row.root_session_id] -= 1
-        if self._tree_open[row.root_session_id] == 0 and self._selection.lanes is not None and self._stop_reason is None:
+        if (
+            self._tree_open[row.root_session_id] == 0
+            and self._selection.lanes is not None
+            and self._stop_reason is None
+        ):
             self._start_next_tree()
         self._num_open -= 1
         if self._num_open == 0:

@@ -21,8 +21,8 @@ from engines.clock import Clock
 from engines.pdd.config import EngineSpec
 from harness.config import RunConfig, git_commit, machine, versions
 from harness.live import LiveView
-from harness.plan import PageKeys, Touch, bins_table, expected_hit, hits_by_site, plan_table, planned_hits
-from harness.prepared import Prepared, prepare
+from harness.load import LoadedTrace
+from harness.plan import PageKeys, Prepared, Touch, bins_table, hits_by_site, plan_table, planned_hits, prepare
 from harness.record import RequestRecord, StreamRecorder, spans_of
 from harness.replay import Replay, ReplaySettings
 from harness.similitude import similitude_table
@@ -30,9 +30,9 @@ from harness.store import SCHEMA_VERSION, RunStore
 from traces.errors import UserError
 from traces.prompts import page_keys
 
-FLUSH_EVERY_S = 0.4
-TICKS_PER_REPORT = 3
-"""Counters are read every third flush, 1.2 s apart."""
+TICK_S = 0.2
+TICKS_PER_FLUSH, TICKS_PER_REPORT = 2, 5
+"""Records go to disk every 0.4 s, counters are read every second."""
 SETTLE_S = 0.3
 """Cache events of the last requests may come this long after their answers."""
 MAX_OVERRUN_SHARE = 0.05
@@ -54,11 +54,13 @@ def pdd_engine(base_port: int) -> EngineFactory:
 
 def execute(
     config: RunConfig, plain: Mapping[str, Any], argv: Sequence[str], *, engine_factory: EngineFactory | None = None,
-    console: Console | None = None,
+    console: Console | None = None, trace: LoadedTrace | None = None,
 ) -> int:  # fmt: skip
-    """Plan, run, store, report. The exit code: 0, 1 when no request ended well, 130 when interrupted. Raises UserError."""
+    """Plan, run, store, report. The exit code: 0, 1 when no request ended well, 130 when interrupted. Raises
+    UserError.
+    """
     console = console or Console()
-    prepared = prepare(config)
+    prepared = prepare(config, trace)
     console.print(f"{prepared.what}\n")
     for table in (plan_table(prepared.plan), similitude_table(prepared.similitude), bins_table(prepared.plan)):
         console.print(table)
@@ -71,7 +73,8 @@ def execute(
     factory = engine_factory or pdd_engine(config.cluster.base_port)
     try:
         run = engines.clock.run(
-            lambda clock: Run(prepared, store, clock, console).main(factory, run_dir), is_virtual=config.clock == "virtual"
+            lambda clock: Run(prepared, store, clock, console).main(factory, run_dir),
+            is_virtual=config.clock == "virtual",
         )
     except BaseException as error:
         store.close({"status": "failed", "error": str(error) or type(error).__name__}, {})
@@ -98,7 +101,7 @@ class Run:
         self._stop_reason: str | None = None
         self._info: EngineInfo | None = None
 
-    # --- driving --------------------------------------------------------------------------------------------------------
+    # --- driving ------------------------------------------------------------------------------------------------------
 
     async def main(self, factory: EngineFactory, run_dir: Path) -> Run:
         """Start the engine, prime, replay, close. Raises EngineStartError when the engine does not start."""
@@ -111,7 +114,10 @@ class Run:
                 prime_concurrency=config.prime_concurrency, temperature=config.sampling.temperature, seed=config.seed,
             )  # fmt: skip
             replay = Replay(engine, self._clock, self._prepared.prompts, self._prepared.selection, settings, self)
-            with self._signals(replay), LiveView(replay.progress, self._console, is_virtual=self._clock.is_virtual) as view:
+            with (
+                self._signals(replay),
+                LiveView(replay.progress, self._console, is_virtual=self._clock.is_virtual) as view,
+            ):
                 stage = ["prime"]
                 ticker = asyncio.create_task(self._tick(engine, view, stage))
                 try:
@@ -133,10 +139,11 @@ class Run:
         num_ticks = 0
         while True:
             view.update((self._clock.now_ns() - start_ns) / 1e9, stage[0])
-            due_ns += round(FLUSH_EVERY_S * 1e9)
+            due_ns += round(TICK_S * 1e9)
             await self._clock.sleep_until_ns(due_ns)
-            self._store.flush()
             num_ticks += 1
+            if num_ticks % TICKS_PER_FLUSH == 0:
+                self._store.flush()
             if num_ticks % TICKS_PER_REPORT == 0:
                 await self._report(engine)
 
@@ -179,7 +186,7 @@ class Run:
                 for number in numbers:
                     loop.remove_signal_handler(number)
 
-    # --- the replay's sink ----------------------------------------------------------------------------------------------
+    # --- the replay's sink --------------------------------------------------------------------------------------------
 
     def request_ended(
         self, record: RequestRecord, stream: StreamRecorder, prompt: TokenArray | None, completion: Completion | None
@@ -187,12 +194,14 @@ class Run:
         """Keep one record with what belongs to it."""
         page_size = self._prepared.spec.page_size
         record.page_size = page_size
-        record.ideal_hit_tokens = expected_hit(self._rows[record.request_id], page_size)
+        record.ideal_hit_tokens = self._rows[record.request_id].md_hit(page_size)
         self._statuses[record.phase, record.status] += 1
         events = () if completion is None else completion.cache_events
         if prompt is not None:
             tokens = [*prompt.tolist(), *stream.token_ids]
-            self._sequences[record.request_id] = PageKeys(page_keys(tokens, page_size), len(prompt), len(stream.token_ids))
+            self._sequences[record.request_id] = PageKeys(
+                page_keys(tokens, page_size), len(prompt), len(stream.token_ids)
+            )
         for event in events:
             self._touch(record.request_id, event)
         spans = spans_of(record) if record.sent_ns is not None else []
@@ -204,7 +213,7 @@ class Run:
     def _touch(self, request_id: str, event: CacheEvent) -> None:
         self._touches[event.instance].append(Touch(event.seq, request_id, event.op))
 
-    # --- the end --------------------------------------------------------------------------------------------------------
+    # --- the end ------------------------------------------------------------------------------------------------------
 
     def close(self, run_dir: Path) -> int:
         """Plan the hits from the recorded order, write everything, print the summary."""
@@ -240,7 +249,9 @@ class Run:
         for phase in ("measured", "prime"):
             bad = {status: n for (at, status), n in sorted(self._statuses.items()) if at == phase and status != "ok"}
             if bad:
-                reasons.append(f"{phase} requests did not end ok: " + ", ".join(f"{n} {name}" for name, n in bad.items()))
+                reasons.append(
+                    f"{phase} requests did not end ok: " + ", ".join(f"{n} {name}" for name, n in bad.items())
+                )
         if self._counter_error is not None:
             reasons.append(f"counters are missing: {self._counter_error}")
         if self._last_report is None:
@@ -250,11 +261,17 @@ class Run:
             before = first.get(str(row["instance"]), {})
             busy, over = (_count(row, name) - _count(before, name) for name in ("busy_ns", "overrun_ns"))
             if busy > 0 and over > MAX_OVERRUN_SHARE * busy:
-                reasons.append(f"{row['instance']} overran its paced steps by {over / busy:.1%} of its busy time (at most 5%)")
+                reasons.append(
+                    f"{row['instance']} overran its paced steps by {over / busy:.1%} of its busy time "
+                    f"(at most {MAX_OVERRUN_SHARE:.0%})"
+                )
         for row in self._last_report.links:
             late = row.get("late_share")
             if isinstance(late, int | float) and late > MAX_LATE_SHARE:
-                reasons.append(f"the gateway was late on {late:.1%} of what passed {row['link']} {row.get('direction', '')} (at most 5%)")
+                reasons.append(
+                    f"the gateway wrote {late:.1%} of the chunks on {row['link']} {row.get('direction', '')} "
+                    f"more than 1 ms late (at most {MAX_LATE_SHARE:.0%})"
+                )
         return reasons
 
 
@@ -263,7 +280,7 @@ def _count(row: Mapping[str, object], name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-# --- what is said of a run ------------------------------------------------------------------------------------------------
+# --- what is said of a run --------------------------------------------------------------------------------------------
 
 
 def new_run_dir(config: RunConfig) -> Path:
@@ -318,6 +335,7 @@ def info_dict(info: EngineInfo) -> dict[str, object]:
     return {
         "name": info.name, "model": info.model, "vocab_size": info.vocab_size, "max_context": info.max_context,
         "page_size": info.page_size, "kv_bytes_per_token": info.kv_bytes_per_token, "roles": dict(info.roles),
-        "capabilities": sorted(info.capabilities), "instances": {name: dict(facts) for name, facts in info.instances.items()},
+        "capabilities": sorted(info.capabilities), "instances": {name: dict(facts) for name, facts in
+        info.instances.items()},
         "versions": dict(info.versions),
     }  # fmt: skip

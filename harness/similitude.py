@@ -1,6 +1,8 @@
-"""How a scaled run resembles the full-size system: the ratios that decide who waits for what, and the line that follows from one.
+"""How a scaled run resembles the full-size system: the ratios that decide who waits for what, and the line that
+follows from one.
 
-The full-size values are data with their source. What nobody has published is None, and a run is never called `scaled` on the strength
+The full-size values are data with their source. What nobody has published is None, and a run is never called `scaled`
+on the strength
 of a value that is not known.
 """
 
@@ -8,26 +10,32 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-from engines.pdd.config import EngineSpec
+from engines.pdd.config import EngineSpec, InstanceSpec, StepTiming
 from engines.wan.link import LinkSpec
 from harness.config import RunConfig, WanConfig
 from harness.load import Row
-from harness.plan import Plan, decode_token_s, expected_hit, p_hit, prefill_s
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from harness.plan import Plan
+
 TOLERANCE = 0.25
 
-# Source of all: technical report of PDD (arXiv:2609.13161) as the press and public summaries give it, model DeepSeek-V4-pro,
-# 64K prompt tokens, 90% mean hit, 1K output tokens, a line of 20 Gbit/s and 20 ms; decode at 20 ms a token (10-30 published).
+# Source of all: technical report of PDD (arXiv:2609.13161) as the press and public summaries give it, model
+# DeepSeek-V4-pro,
+# 64K prompt tokens, 90% mean hit, 1K output tokens, a line of 20 Gbit/s and 20 ms; decode at 20 ms a token (10-30
+# published).
 # "inferred" values follow from several published ones; None is not published.
 FULL_SIZE: dict[str, tuple[float | None, str]] = {
     "prefill of the uncached part / decode of an output": (None, "not published"),
-    "whole prompt over one flow / decode of an output": (0.95, "inferred: 19 s for a full miss (transfer P99 18.9 s) over 20 s"),
+    "whole prompt over one flow / decode of an output": (
+        0.95,
+        "inferred: 19 s for a full miss (transfer P99 18.9 s) over 20 s",
+    ),
     "round trip / decode of an output": (0.001, "20 ms over 20 s"),
     "line rate / flow cap": (133.0, "inferred: 20 Gbit/s over about 150 Mbit/s a connection (120-190)"),
     "use of P": (None, "not published"),
@@ -78,28 +86,43 @@ class Similitude:
         }
 
 
-def line_of(wan: WanConfig, rows: Sequence[Row], decode_step_s: float, kv_bytes_per_token: int) -> LinkSpec:
-    """The line of a run. similar: flow rate so that (mean prompt's KV over one flow) / (decode of a mean output) = `wan.ratio`, and a
-    rate of `wan.flows` such flows. Rates in bit/s."""
-    rate_bps, flow_rate_bps = wan.rate_bps, wan.flow_rate_bps
-    if wan.kind == "similar":
-        prompt = statistics.fmean(row.input_tokens for row in rows)
-        output = statistics.fmean(row.output_tokens for row in rows)
-        flow_rate_bps = prompt * kv_bytes_per_token * 8 / (wan.ratio * output * decode_step_s)
-        rate_bps = wan.flows * flow_rate_bps
-    return LinkSpec(
-        name="line", rate_bps=rate_bps, rtt_s=wan.rtt_s, jitter_s=wan.jitter_s, flow_rate_bps=flow_rate_bps, lanes=wan.lanes
+def prefill_s(instance: InstanceSpec, num_tokens: int) -> float:
+    """Modelled time to prefill `num_tokens` alone, in chunks (StepTiming's formula without the attention term)."""
+    full, rest = divmod(max(1, num_tokens), instance.prefill_chunk_tokens)
+    timing = instance.timing
+    return sum(
+        count * (timing.base_s + max(tokens * timing.prefill_token_s, timing.weights_s))
+        for count, tokens in ((full, instance.prefill_chunk_tokens), (1 if rest else 0, rest))
     )
 
 
-def similitude_of(config: RunConfig, spec: EngineSpec, rows: Sequence[Row], primes: Sequence[Row], plan: Plan) -> Similitude:
+def decode_token_s(timing: StepTiming) -> float:
+    """Modelled time of one decode step at short context."""
+    return timing.base_s + timing.weights_s
+
+
+def line_of(wan: WanConfig, rows: Sequence[Row], decode_step_s: float, kv_bytes_per_token: int) -> LinkSpec:
+    """The line of a run. similar: flow rate so that (mean prompt's KV over one flow) / (decode of a mean output) =
+    `wan.ratio`, and a
+    rate of `wan.flows` such flows. Rates in bit/s."""
+    line = LinkSpec.from_config(wan.preset())
+    if wan.kind == "fixed":
+        return line
+    prompt = statistics.fmean(row.input_tokens for row in rows)
+    output = statistics.fmean(row.output_tokens for row in rows)
+    flow_rate_bps = prompt * kv_bytes_per_token * 8 / (wan.ratio * output * decode_step_s)
+    return replace(line, flow_rate_bps=flow_rate_bps, rate_bps=wan.flows * flow_rate_bps)
+
+
+def similitude_of(
+    config: RunConfig, spec: EngineSpec, rows: Sequence[Row], primes: Sequence[Row], plan: Plan
+) -> Similitude:
     """The ratios of the slice `rows` on `spec`; `plan` gives the use of P, line and MD."""
     prefill = next(item for item in spec.instances if item.role in ("P", "MIXED"))
     mains = [item for item in spec.instances if item.role in ("MD", "MIXED")]
     decode_s = statistics.fmean(row.output_tokens for row in rows) * decode_token_s(mains[0].timing)
-    hits = [expected_hit(row, spec.page_size) for row in rows]
-    suffixes = [row.input_tokens - hit for row, hit in zip(rows, hits, strict=True)]
-    prefills = [prefill_s(prefill, row.input_tokens - p_hit(row, hit, spec.page_size)) for row, hit in zip(rows, hits, strict=True)]
+    suffixes = [row.input_tokens - row.md_hit(spec.page_size) for row in rows]
+    prefills = [prefill_s(prefill, row.input_tokens - row.p_hit(spec.page_size)) for row in rows]
     ttft_s = statistics.median(prefills) + decode_token_s(mains[0].timing)
     prompt_bits = statistics.fmean(row.input_tokens for row in rows) * spec.model.kv_bytes_per_token * 8
     has_line = plan.line_share is not None
@@ -112,7 +135,9 @@ def similitude_of(config: RunConfig, spec: EngineSpec, rows: Sequence[Row], prim
             prompt_bits / line.flow_rate_bps / decode_s if has_line and line.flow_rate_bps else None
         ),
         "round trip / decode of an output": line.rtt_s / decode_s if has_line else None,
-        "line rate / flow cap": line.rate_bps / line.flow_rate_bps if has_line and line.rate_bps and line.flow_rate_bps else None,
+        "line rate / flow cap": line.rate_bps / line.flow_rate_bps
+        if has_line and line.rate_bps and line.flow_rate_bps
+        else None,
         "use of P": plan.p_share,
         "use of the line": plan.line_share,
         "use of MD's batch": plan.md_share,

@@ -1,1 +1,1 @@
-"""The line between sites: one model (link.py), two bodies: timed delays on virtual time, and a shaping TCP proxy (gateway.py)."""
+"""The line between sites: one model (link.py), two bodies: timers on virtual time, a shaping TCP proxy (gateway.py)."""

@@ -11,7 +11,7 @@ import heapq
 import math
 import random
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import NamedTuple
 
@@ -64,14 +64,11 @@ class LinkSpec:
 
     @classmethod
     def from_config(cls, config: Mapping[str, object]) -> LinkSpec:
-        """From a preset's keys: name, rate_mbps, rtt_ms, jitter_ms, flow_mbps, lanes. Raises `LinkSpecError` in those words."""
+        """From a preset's keys: name, rate_mbps, rtt_ms, jitter_ms, flow_mbps, lanes. Raises `LinkSpecError`."""
         known = ["name", *_PRESET_KEYS, "lanes"]
         values: dict[str, object] = {}
+        _refuse_unknown(config, known)
         for key, value in config.items():
-            if key not in known:
-                close = difflib.get_close_matches(str(key), known, n=1)
-                hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
-                raise LinkSpecError(f"{key}: no such key of a line; {hint}")
             if key not in _PRESET_KEYS:
                 values[key] = value
                 continue
@@ -88,9 +85,17 @@ class LinkSpec:
         """The same line without limits and delay: for priming, which is not measured."""
         return replace(self, rate_bps=None, rtt_s=0.0, jitter_s=0.0, flow_rate_bps=None)
 
-    def as_dict(self) -> dict[str, str | float | int | None]:
-        """Field by field, in SI units; `LinkSpec(**spec.as_dict())` is equal."""
+    def as_dict(self) -> dict[str, object]:
+        """Field by field, in SI units."""
         return {entry.name: getattr(self, entry.name) for entry in fields(self)}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, object]) -> LinkSpec:
+        """What `as_dict` gave. Raises `LinkSpecError` that names the key."""
+        _refuse_unknown(values, [entry.name for entry in fields(cls)])
+        if "name" not in values:
+            raise LinkSpecError("name: a line needs one")
+        return cls(**values)  # type: ignore[arg-type]  # validate() checks them all
 
     def flow_limit_Bps(self, num_active: int = 1) -> float:
         """Bytes per second that each of `num_active` backlogged flows gets; inf without a limit.
@@ -103,6 +108,14 @@ class LinkSpec:
         return min(cap, share)
 
 
+def _refuse_unknown(keys: Iterable[str], known: Sequence[str]) -> None:
+    for key in keys:
+        if key not in known:
+            close = difflib.get_close_matches(str(key), known, n=1)
+            hint = f"did you mean {close[0]}?" if close else f"known keys: {', '.join(known)}"
+            raise LinkSpecError(f"{key}: no such key of a line; {hint}")
+
+
 def _check_number(key: str, value: object, *, is_zero_allowed: bool) -> float:
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     if is_number and math.isfinite(value) and (value > 0 or (is_zero_allowed and value == 0)):  # type: ignore[arg-type,operator]
@@ -112,17 +125,16 @@ def _check_number(key: str, value: object, *, is_zero_allowed: bool) -> float:
 
 
 class Delivery(NamedTuple):
-    """One message at the far end. Its last byte left at `left_s`; `ends_busy` if the line then had nothing more to send."""
+    """One message at the far end. Its last byte left at `left_s`."""
 
     deliver_s: float
     item: object
     left_s: float
-    ends_busy: bool
 
 
 @dataclass(slots=True)
 class _Flow:
-    """A flow's queue of (nbytes, seq, item). While it is not empty, `head_end` is the service at which its head has left."""
+    """A flow's queue of (nbytes, seq, item). While it is not empty, its head has left at the service `head_end`."""
 
     queue: deque[tuple[int, int, object]] = field(default_factory=deque)
     head_end: float = 0.0
@@ -133,18 +145,20 @@ class _Flow:
 class FluidLink:
     """One direction of a line: max-min fair fluid sharing between flows, each at most at its cap. No I/O.
 
-    Messages of one flow are FIFO; the head of every backlogged flow is served at the flow's share, all at the same time. A
-    message is delivered when its last byte has left, plus rtt / 2, plus jitter, and never before its predecessor in
-    the flow. Keeping that order makes jitter j later than its mean j / 2: messages that leave with gaps g >= j are j / 2 late
-    on average, dense ones about j - sqrt(pi * g * j / 2) (the maximum of the draws that still reach back).
+    Messages of one flow are FIFO; the head of every backlogged flow is served at the flow's share, all at the same
+    time. A message is delivered when its last byte has left, plus rtt / 2, plus jitter, and never before its
+    predecessor in the flow. Keeping that order makes jitter j later than its mean: messages that leave with gaps
+    g >= j are j / 2 late on average, dense ones about j - sqrt(pi * g * j / 2) (a maximum over earlier draws).
 
     All active flows get the same service, so one number (`_served`: bytes given to each since the line was last idle)
     and a heap of the heads' ends are the whole state: O(log flows) a message, and equal inputs give equal floats.
-    Times are seconds on the caller's clock and must not go back.
+    Times are seconds on the caller's clock and must not go back. `on_left(item, left_s)` is told of each message as its
+    last byte leaves, in order of time.
     """
 
-    def __init__(self, spec: LinkSpec, seed: int = 0) -> None:
+    def __init__(self, spec: LinkSpec, seed: int = 0, on_left: Callable[[object, float], None] | None = None) -> None:
         self.spec = spec
+        self._on_left = on_left
         self.bytes_sent = 0  # of messages whose last byte has left
         self.bytes_dropped = 0
         self.bytes_accepted = 0
@@ -158,13 +172,13 @@ class FluidLink:
         self._busy_s = 0.0
         self._num_messages = 0
 
-    # --- in and out -----------------------------------------------------------------------------------------------------
+    # --- in and out ---------------------------------------------------------------------------------------------------
 
     def send(self, now_s: float, flow: str, nbytes: int, item: object) -> None:
         """Queue a message of `nbytes` (0 is allowed: it marks a place in the flow)."""
         if nbytes < 0:
             raise ValueError(f"nbytes: must be at least 0, got {nbytes}")
-        self._run_to(now_s)
+        self.run_to(now_s)
         state = self._flows.setdefault(flow, _Flow())
         seq = self._num_messages
         self._num_messages += 1
@@ -174,10 +188,10 @@ class FluidLink:
             self._num_active += 1
             self._begin_head(flow, state)
             if self._head_due_s() <= now_s:  # an unlimited line, or nothing to carry
-                self._run_to(now_s)
+                self.run_to(now_s)
 
     def next_event_s(self) -> float | None:
-        """The earliest time at which `advance` may deliver something, if nothing else is sent; None when there is nothing."""
+        """The earliest time at which `advance` may deliver something if nothing else is sent; None: nothing waits."""
         due_s = self._deliveries[0][0] if self._deliveries else math.inf
         if self._num_active:
             due_s = min(due_s, self._head_due_s() + self.spec.rtt_s / 2)
@@ -189,33 +203,32 @@ class FluidLink:
 
     def take_due(self, now_s: float) -> list[Delivery]:
         """As `advance`, with when each message left."""
-        self._run_to(now_s)
+        self.run_to(now_s)
         due = []
         while self._deliveries and self._deliveries[0][0] <= now_s:
             due.append(heapq.heappop(self._deliveries)[2])
         return due
 
-    def drop(self, now_s: float, flow: str) -> int:
-        """Forget a flow: what has not left never will; what has left still arrives. Returns the bytes dropped."""
-        self._run_to(now_s)
+    def drop(self, now_s: float, flow: str) -> list[object]:
+        """Forget a flow: what has not left never will; what has left still arrives. Returns the items dropped."""
+        self.run_to(now_s)
         state = self._flows.pop(flow, None)
         if state is None:
-            return 0
-        dropped = sum(nbytes for nbytes, _, _ in state.queue)
-        self.bytes_dropped += dropped
+            return []
+        self.bytes_dropped += sum(nbytes for nbytes, _, _ in state.queue)
         if state.queue:
             self._num_active -= 1
             if not self._num_active:
                 self._fall_idle()
-        return dropped
+        return [item for _, _, item in state.queue]
 
     def set_spec(self, now_s: float, spec: LinkSpec) -> None:
         """Another line from now on. What has left keeps its time of arrival; order within a flow holds."""
-        self._run_to(now_s)
+        self.run_to(now_s)
         self.spec = spec
-        self._run_to(now_s)  # without limits the backlog leaves at once
+        self.run_to(now_s)  # without limits the backlog leaves at once
 
-    # --- readings (as of the last call that carried a time) -------------------------------------------------------------
+    # --- readings (as of the last call that carried a time) -----------------------------------------------------------
 
     @property
     def busy_s(self) -> float:
@@ -244,10 +257,10 @@ class FluidLink:
 
     def expected_transfer_s(self, nbytes: int, now_s: float) -> float:
         """How long `nbytes` on one more flow would take to arrive if the flows active at `now_s` stay so."""
-        self._run_to(now_s)
+        self.run_to(now_s)
         return nbytes / self.spec.flow_limit_Bps(self._num_active + 1) + self.spec.rtt_s / 2
 
-    # --- service --------------------------------------------------------------------------------------------------------
+    # --- service ------------------------------------------------------------------------------------------------------
 
     def _begin_head(self, flow: str, state: _Flow) -> None:
         nbytes, seq, _ = state.queue[0]
@@ -263,7 +276,7 @@ class FluidLink:
                 return self._now_s + max(0.0, end - self._served) / self.share_Bps
             heapq.heappop(self._heads)  # its flow was dropped
 
-    def _run_to(self, now_s: float) -> None:
+    def run_to(self, now_s: float) -> None:
         """Serve until `now_s`: each head leaves at its exact time, however late this is called."""
         if now_s < self._now_s:
             raise ValueError(f"time went back from {self._now_s!r} to {now_s!r} s")
@@ -294,9 +307,9 @@ class FluidLink:
         jitter_s = self._random.random() * self.spec.jitter_s if self.spec.jitter_s else 0.0
         deliver_s = max(self._now_s + self.spec.rtt_s / 2 + jitter_s, state.last_delivery_s)
         state.last_delivery_s = deliver_s
-        heapq.heappush(
-            self._deliveries, (deliver_s, seq, Delivery(deliver_s, item, self._now_s, ends_busy=not self._num_active))
-        )
+        heapq.heappush(self._deliveries, (deliver_s, seq, Delivery(deliver_s, item, self._now_s)))
+        if self._on_left is not None:
+            self._on_left(item, self._now_s)
 
     def _fall_idle(self) -> None:
         self._served = 0.0

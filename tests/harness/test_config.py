@@ -11,7 +11,8 @@ from traces.errors import UserError
 def test_defaults_are_the_main_job() -> None:
     config, plain = load_config([])
     assert config.choices == {
-        "engine": "pdd", "trace": "agent_jan", "load": "sessions", "wan": "similar", "cluster": "laptop", "model": "tiny",
+        "engine": "pdd", "trace": "agent_jan", "load": "sessions",
+        "wan": "similar", "cluster": "laptop", "model": "tiny",
     }  # fmt: skip
     assert [spec.role for spec in config.cluster.instances] == ["P", "RLD", "MD"]
     assert config.executor_kind == "paced"
@@ -45,6 +46,7 @@ def test_every_choice_composes_and_says_what_it_is(group: str) -> None:
         ("clock=sundial", "clock"),
         ("executor=roofline", "clock=virtual"),
         ("cluster.instances=[{name: p0}]", "cluster.instances"),
+        ("cluster.instances=[{name: p0, role: P, site: A, pages: 5}]", "num_pages"),
         ("word", "key=value"),
         ("results_dir=${oc.env:HOME}", "environment"),
         ("seed=[", "seed=["),

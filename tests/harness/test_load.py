@@ -32,7 +32,7 @@ def session(name: str, at_s: float, length: int, gap_s: float = 30.0, keep: floa
     return rows
 
 
-def agents(count: int = 120, seed: int = 3) -> list[Row]:
+def agents(count: int = 300, seed: int = 3) -> list[Row]:
     rng = np.random.default_rng(seed)
     rows = []
     for number in range(count):
@@ -76,9 +76,11 @@ def test_selection_repeats_and_differs_by_seed() -> None:
 
 
 def test_the_slice_nearest_to_the_traces_bins_is_taken() -> None:
-    target = load.hit_bins([row.ideal_hit for row in agents()])
+    target = load.hit_bins([row.hit_share(1) for row in agents()])
     distances = [
-        load.bins_distance(load.hit_bins([p.row.ideal_hit for p in load.select_snapshot(POOL, WANT, "z", bins).planned]), target)
+        load.bins_distance(
+            load.hit_bins([p.row.hit_share(1) for p in load.select_snapshot(POOL, WANT, "z", 1, bins).planned]), target
+        )
         for bins in ([], target)
     ]
     assert distances[1] <= distances[0]
@@ -107,8 +109,9 @@ def test_limits_by_sessions_hold() -> None:
 
 def test_open_rows_are_sent_at_their_arrivals() -> None:
     rows = [
-        Row(f"r{i}", f"r{i}", f"r{i}", 0, "main", None, 0, 10, 5, 100.0 + i * 0.3, (), 0.0, False, None) for i in range(300)
-    ]  # fmt: skip
+        Row(f"r{i}", f"r{i}", f"r{i}", 0, "main", None, 0, 10, 5, 100.0 + i * 0.3, (), 0.0, False, None)
+        for i in range(300)
+    ]
     selection = load.select_from_start(rows, Want(200, 3.0, time_compression=1.0), service_s)
     assert [item.row.request_id for item in selection.planned] == [f"r{i}" for i in range(200)]
     assert [item.start_s for item in selection.planned] == pytest.approx([i * 0.3 for i in range(200)])

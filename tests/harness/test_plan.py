@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from harness.config import load_config
 from harness.load import Planned, Row, Selection
-from harness.plan import PageKeys, Touch, check_lengths, expected_hit, hits_by_site, make_plan, planned_hits
+from harness.plan import PageKeys, Touch, check_lengths, hits_by_site, make_plan, planned_hits
 from harness.similitude import line_of, similitude_of
 from traces.errors import UserError
 from traces.prompts import page_keys
@@ -60,7 +60,9 @@ def test_the_plan_equals_the_longest_common_prefix_in_pages(prompts: list[list[i
         best = 0
         for other in prompts[:i]:
             kept = other[: len(other) // PAGE * PAGE]
-            common = next((n for n, (x, y) in enumerate(zip(prompt, kept, strict=False)) if x != y), min(len(prompt), len(kept)))
+            common = next(
+                (n for n, (x, y) in enumerate(zip(prompt, kept, strict=False)) if x != y), min(len(prompt), len(kept))
+            )
             best = max(best, min(common // PAGE * PAGE, usable))
         assert found[str(i)] == best
 
@@ -80,8 +82,8 @@ def test_a_prompt_longer_than_the_context_is_named() -> None:
 
 
 def test_an_expected_hit_is_whole_pages_and_never_the_whole_prompt() -> None:
-    assert expected_hit(asked("a", 64, keep=64, prefix="x"), 16) == 48
-    assert expected_hit(asked("a", 64, keep=64), 16) == 0
+    assert asked("a", 64, keep=64, prefix="x").md_hit(16) == 48
+    assert asked("a", 64, keep=64).md_hit(16) == 0
 
 
 def test_the_plan_counts_tokens_bytes_and_use() -> None:

@@ -1,0 +1,1 @@
+"""Traces: what was asked, and when. This package imports nothing of ours."""
