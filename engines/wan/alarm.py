@@ -28,6 +28,7 @@ class Alarm:
         self._callback = callback
         self._due_s: float | None = None
         self._handle: asyncio.TimerHandle | None = None
+        self._is_closed = False
         self._fd = -1
         if sys.platform == "linux":
             self._libc = ctypes.CDLL(None, use_errno=True)
@@ -37,7 +38,7 @@ class Alarm:
 
     def set(self, due_s: float | None) -> None:
         """Move the alarm to `due_s` (monotonic seconds); None takes it away."""
-        if due_s == self._due_s:
+        if due_s == self._due_s or self._is_closed:
             return
         self._due_s = due_s
         if self._fd >= 0:
@@ -50,7 +51,9 @@ class Alarm:
             self._handle = self._loop.call_later(max(MIN_AHEAD_S, due_s - time.monotonic()), self._on_due)
 
     def close(self) -> None:
+        """For good: an alarm set after this is none."""
         self.set(None)
+        self._is_closed = True
         if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)

@@ -12,7 +12,9 @@ from __future__ import annotations
 import asyncio
 import errno
 import json
+import os
 import signal
+import stat
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -235,6 +237,9 @@ async def _serve(clock: Clock) -> None:
 
     loop.add_signal_handler(signal.SIGTERM, stop)
     _stop_on_fault(loop, stopped)
+    mode = os.fstat(0).st_mode
+    if not (stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode) or os.isatty(0)):
+        raise GatewayError("stdin: must be a pipe that stays open as long as the gateway is wanted, not a file")
     stdin = asyncio.StreamReader(limit=2**20)
     await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(stdin), sys.stdin)
     first = await stdin.readline()

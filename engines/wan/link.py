@@ -37,7 +37,8 @@ class LinkSpec:
 
     `rate_bps` is shared by all flows of one direction, `flow_rate_bps` caps each flow (one TCP connection's window over
     the round trip); None is no limit. A byte arrives rtt_s / 2 after it has left, plus jitter: uniform in
-    [0, jitter_s), drawn per message. `lanes` is the size of the connection pool that uses the line.
+    [0, jitter_s), drawn per message. `lanes` is the size of the connection pool that uses the line. Loss and slow start
+    are not modelled: connections are warm, and a flow has its full share from its first byte.
     """
 
     name: str

@@ -34,8 +34,9 @@ _SUFFIXES = {"K": 1e3, "M": 1e6, "G": 1e9}
 class Reading:
     """One row. Rates in bit/s; delays are errors in seconds against rtt / 2 plus the ping's own bytes at its share."""
 
-    rate_bps: float
+    rate_bps: float | None
     num_flows: int
+    allowed_bps: float  # what the model lets that many flows have together
     realised_bps: float
     min_share: float  # of the slowest and of the fastest flow, relative to an equal one
     max_share: float
@@ -154,13 +155,14 @@ async def measure(spec: LinkSpec, num_flows: int, duration_s: float, clock: Cloc
         await gateway.close()
         sink.close()
         ping_server.close()
-    total = sum(by_flow)
+    total, ping_bytes = sum(by_flow), NUM_PINGS * PING_BYTES  # the pings under load share the line too
     idle_s, loaded_s = (spec.rtt_s / 2 + PING_BYTES / spec.flow_limit_Bps(n) for n in (1, num_flows + 1))
     load = next(entry for entry in after["routes"] if entry["route"] == "load" and entry["direction"] == "forward")
     return Reading(
-        rate_bps=spec.rate_bps or 0.0,
+        rate_bps=spec.rate_bps,
         num_flows=num_flows,
-        realised_bps=total * 8 / (end_s - begin_s),
+        allowed_bps=num_flows * spec.flow_limit_Bps(num_flows) * 8,
+        realised_bps=(total + ping_bytes) * 8 / (end_s - begin_s),
         min_share=min(by_flow) * num_flows / total,
         max_share=max(by_flow) * num_flows / total,
         idle_error_p50_s=idle[len(idle) // 2] - idle_s,
@@ -185,14 +187,15 @@ def parse_rate(text: str) -> float | None:
 
 
 def _print_table(readings: Sequence[Reading], rtt_s: float) -> None:
+    print("rates in Mbit/s, set: the lesser of line and flows x cap")
     print(f"one-way delay set to {rtt_s / 2 * 1e3:g} ms; delay columns: error P50 / P95 in ms, idle and under load")
-    print(f"{'set Mbit/s':>11} {'flows':>5} {'realised':>10} {'error %':>8} {'flow shares':>13}"
+    print(f"{'set':>11} {'flows':>5} {'realised':>10} {'error %':>8} {'flow shares':>13}"
           f" {'idle':>13} {'loaded':>13} {'CPU ms/MB':>9} {'late %':>7}")  # fmt: skip
     for r in readings:
-        set_mbps = r.rate_bps / 1e6 if r.rate_bps else float("inf")
-        error = f"{(r.realised_bps / r.rate_bps - 1) * 100:8.2f}" if r.rate_bps else "       -"
+        is_limited = r.allowed_bps < float("inf")
+        error = f"{(r.realised_bps / r.allowed_bps - 1) * 100:8.2f}" if is_limited else f"{'-':>8}"
         print(
-            f"{set_mbps:11.1f} {r.num_flows:5d} {r.realised_bps / 1e6:10.2f} {error}"
+            f"{r.allowed_bps / 1e6:11.1f} {r.num_flows:5d} {r.realised_bps / 1e6:10.2f} {error}"
             f" {r.min_share:6.3f}-{r.max_share:.3f} {r.idle_error_p50_s * 1e3:6.2f}/{r.idle_error_p95_s * 1e3:6.2f}"
             f" {r.loaded_error_p50_s * 1e3:6.2f}/{r.loaded_error_p95_s * 1e3:6.2f} {r.cpu_s_per_mb * 1e3:9.2f}"
             f" {(r.gateway_late_share or 0.0) * 100:7.2f}"

@@ -33,6 +33,7 @@ class GatewayProcess:
         self._last_words: deque[str] = deque(maxlen=20)
         self._stderr_reader: asyncio.Task[None] | None = None
         self._asking = asyncio.Lock()
+        self._num_unread = 0  # answers on their way; more than one after a question that was cancelled or timed out
 
     @property
     def pid(self) -> int | None:
@@ -118,8 +119,9 @@ class GatewayProcess:
         async with self._asking:
             try:
                 process.stdin.write(line + b"\n")
+                self._num_unread += 1
                 await process.stdin.drain()
-                raw = await asyncio.wait_for(process.stdout.readline(), timeout_s)
+                raw = await asyncio.wait_for(self._read_answer(process.stdout), timeout_s)
             except TimeoutError:
                 raise EngineError(f"the gateway did not answer within {timeout_s:g} s") from None
             except (ConnectionError, RuntimeError):
@@ -130,6 +132,14 @@ class GatewayProcess:
         if "error" in answer:
             raise EngineError(f"gateway: {answer['error']}")
         return answer
+
+    async def _read_answer(self, stdout: asyncio.StreamReader) -> bytes:
+        """The answer to the last question; what earlier ones left unread is passed over."""
+        while line := await stdout.readline():
+            self._num_unread -= 1
+            if not self._num_unread:
+                break
+        return line
 
     async def _read_stderr(self, process: asyncio.subprocess.Process) -> None:
         assert process.stderr is not None

@@ -65,8 +65,8 @@ class Shaper:
 
     def pump(self) -> None:
         """Write what is due and set the alarm for what comes next."""
-        # An arrival may end a connection, which drops its flows and comes back here: what became due since then must not
-        # overtake the rest of this batch.
+        # An arrival may end a connection, which drops its flows and comes back here: what became due since then must
+        # not overtake the rest of this batch.
         if self._is_pumping:
             return
         self._is_pumping = True

@@ -29,7 +29,7 @@ def with_gateway(spec: LinkSpec, handler: Handler, use: Use, *, name: str = "kv:
         handled: set[asyncio.Task[None]] = set()
 
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            handled.add(asyncio.ensure_future(handler(reader, writer)))  # type: ignore[arg-type]
+            handled.add(asyncio.ensure_future(handler(reader, writer)))
 
         target = await asyncio.start_server(accept, "127.0.0.1", 0)
         gateway = Gateway(spec, [Route(name, "127.0.0.1", target.sockets[0].getsockname()[1])])

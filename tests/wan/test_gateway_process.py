@@ -148,6 +148,20 @@ def test_a_new_spec_is_obeyed_and_a_wrong_one_is_refused_by_key() -> None:
     with_process(use)
 
 
+def test_a_question_that_was_cancelled_does_not_give_its_answer_to_the_next() -> None:
+    async def use(gateway: GatewayProcess, port: int) -> None:
+        for _ in range(3):
+            asking = asyncio.ensure_future(gateway.stats())
+            while not gateway._num_unread:
+                await asyncio.sleep(0)
+            asking.cancel()
+            await asyncio.wait([asking])
+        assert await gateway._ask(b'{"cmd":"set","spec":{"name":"x"}}', 5.0) == {"ok": True}
+        assert (await gateway.stats())["spec"]["name"] == "x"
+
+    with_process(use)
+
+
 def test_a_gateway_that_died_is_named_with_its_exit_code() -> None:
     async def use(gateway: GatewayProcess, port: int) -> None:
         assert gateway.pid is not None
@@ -166,6 +180,16 @@ def test_it_ends_when_its_stdin_closes() -> None:
         _, stderr = child.communicate()
     assert child.returncode == 0
     assert "Traceback" not in stderr
+
+
+def test_a_file_as_stdin_is_one_clear_line_and_exit_code_2(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(config()) + "\n")
+    with path.open() as stdin:
+        command = [sys.executable, "-m", "engines.wan.gateway"]
+        done = subprocess.run(command, stdin=stdin, capture_output=True, text=True, env=environment())
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "stdin" in done.stderr and done.stderr.count("\n") == 1
 
 
 def test_it_ends_on_sigterm() -> None:

@@ -69,7 +69,7 @@ def test_a_dropped_chunk_is_no_longer_waited_for() -> None:
 
 def test_a_meter_tells_allowed_from_realised_and_counts_late_chunks() -> None:
     meter = Meter(LinkSpec("line", rate_bps=8e6, rtt_s=0.02))
-    for number in range(10):  # ten chunks of 1 ms, all there at 0
+    for _ in range(10):  # ten chunks of 1 ms, all there at 0
         meter.enter(0.0, 1000)
     for number in range(10):
         left_s = (number + 1) * 0.001

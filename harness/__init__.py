@@ -1,0 +1,1 @@
+"""The harness: replay a trace against an engine, measure, store, report."""
