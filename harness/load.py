@@ -115,11 +115,6 @@ class LoadedTrace:
     prompts: Callable[[RunConfig, Sequence[Row]], Prompts]
 
 
-def load_trace(config: RunConfig) -> LoadedTrace:
-    """The trace that `config` names. Raises UserError: no such file, a broken row."""
-    raise UserError(f"trace: {config.trace.name} is not there")
-
-
 # --- when, as pure functions ------------------------------------------------------------------------------------------
 
 

@@ -24,7 +24,6 @@ from harness.load import (
     Want,
     hit_bins,
     in_lanes,
-    load_trace,
     run_timeline,
     select_from_start,
     select_snapshot,
@@ -242,7 +241,10 @@ class Prepared:
 
 def prepare(config: RunConfig, trace: LoadedTrace | None = None) -> Prepared:
     """Read the trace, choose the slice, set the line, check that every request fits the model. Raises UserError."""
-    trace = trace or load_trace(config)
+    if trace is None:
+        from harness.source import load_trace
+
+        trace = load_trace(config)
     blank = config.engine_spec(LinkSpec(name="line"))
     _, spec = arranged(blank)
     service = ServiceModel(spec)

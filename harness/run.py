@@ -229,6 +229,7 @@ class Run:
             "validity": {"valid": not reasons, "reasons": reasons},
         }
         summary = summarize(self._store.close(updates, None))
+        self._store.write_summary(summary)
         console = self._console
         manifest = self._store.manifest
         console.print(summary_table(summary, manifest))

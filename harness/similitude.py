@@ -101,7 +101,7 @@ def decode_token_s(timing: StepTiming) -> float:
     return timing.base_s + timing.weights_s
 
 
-def line_of(wan: WanConfig, rows: Sequence[Row], decode_step_s: float, kv_bytes_per_token: int) -> LinkSpec:
+def line_of(wan: WanConfig, rows: Sequence[Row], weights_s: float, kv_bytes_per_token: int) -> LinkSpec:
     """The line of a run. similar: flow rate so that (mean prompt's KV over one flow) / (decode of a mean output) =
     `wan.ratio`, and a
     rate of `wan.flows` such flows. Rates in bit/s."""
@@ -110,7 +110,7 @@ def line_of(wan: WanConfig, rows: Sequence[Row], decode_step_s: float, kv_bytes_
         return line
     prompt = statistics.fmean(row.input_tokens for row in rows)
     output = statistics.fmean(row.output_tokens for row in rows)
-    flow_rate_bps = prompt * kv_bytes_per_token * 8 / (wan.ratio * output * decode_step_s)
+    flow_rate_bps = prompt * kv_bytes_per_token * 8 / (wan.ratio * output * weights_s)
     return replace(line, flow_rate_bps=flow_rate_bps, rate_bps=wan.flows * flow_rate_bps)
 
 

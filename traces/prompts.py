@@ -77,10 +77,10 @@ class PromptBuilder:
             return own
         return np.concatenate([noted, own[len(noted) :]])[: row.output_tokens]
 
-    def note_output(self, request_id: str, token_ids: list[int]) -> None:
+    def note_output(self, request_id: str, token_ids: Tokens) -> None:
         """The model's own output takes the trace's place in prompts made from now on."""
         row = self._rows[request_id]
-        self._outputs[request_id] = np.asarray(token_ids, dtype=np.int32)
+        self._outputs[request_id] = token_ids.astype(np.int32)
         self._num_filled[request_id] = max(0, row.output_tokens - len(token_ids))
 
     def filled_history_tokens(self, request_id: str) -> int:

@@ -112,6 +112,8 @@ class ProcessCluster:
             await self.close()
             raise
         self._watchers = [asyncio.create_task(self._watch(worker)) for worker in self._workers.values()]
+        if self._gateway is not None:
+            self._watchers.append(asyncio.create_task(self._watch_gateway(self._gateway)))
         return Started({name: {"pid": w.process.pid, "port": w.port} for name, w in self._workers.items()})
 
     async def _spawn(self, index: int, spec: InstanceSpec) -> None:
@@ -175,6 +177,11 @@ class ProcessCluster:
         code = await worker.process.wait()
         if not self._is_closing:
             self.on_failure(f"worker {worker.name} died with exit code {code}: {worker.last_words()}")
+
+    async def _watch_gateway(self, gateway: GatewayProcess) -> None:
+        reason = await gateway.wait_dead()
+        if not self._is_closing:
+            self.on_failure(reason)
 
     # --- while running --------------------------------------------------------------------------------------------------
 
