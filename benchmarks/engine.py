@@ -1,7 +1,7 @@
 """`python -m benchmarks.engine`: what this machine and this code can do. It compares nothing and decides nothing.
 
-Prints prefill and decode speed of the kernels, MB/s of KV between two processes' ends of a connection, and the engine's tokens/s end
-to end in real processes without pacing, with the machine's description.
+Prints prefill and decode speed of the kernels, MB/s of KV between two processes' ends of a connection, and the
+engine's tokens/s end to end in real processes without pacing, with the machine's description.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ class _Sink:
 
 
 async def transfer_mb_per_s(clock: Clock, total_bytes: int = 256 << 20) -> float:
-    """MB/s of KV frames over loopback TCP between two `Channels` in one process (so sending and receiving share a core)."""
+    """MB/s of KV frames over loopback TCP between two `Channels` in one process (so sending and receiving share a
+    core)."""
     done = asyncio.get_running_loop().create_future()
     received = 0
 
@@ -59,7 +60,8 @@ async def transfer_mb_per_s(clock: Clock, total_bytes: int = 256 << 20) -> float
 
 
 async def engine_tokens_per_s(clock: Clock, policy: str, concurrency: int, num_requests: int) -> dict[str, float]:
-    """Tokens/s end to end: `num_requests` prompts of 512 tokens and outputs of 64, `concurrency` at a time, no prefix shared."""
+    """Tokens/s end to end: `num_requests` prompts of 512 tokens and outputs of 64, `concurrency` at a time, no prefix
+    shared."""
     free = LinkSpec(name="line")
     spec = EngineSpec(
         policy=policy,

@@ -1,7 +1,8 @@
 """`python -m benchmarks.nightly`: four policies on virtual time, compared exactly with the last time.
 
-Virtual runs of one seed repeat to the byte, so any difference is a change of the code. Exit code 1 on a difference unless `--accept`. The last figures stand in
-results/nightly/last.json, every night's in results/nightly/history.jsonl.
+Virtual runs of one seed repeat to the byte, so any difference is a change of the code. Exit code 1 on a difference
+unless `--accept`. The last figures stand in results/nightly/last.json, every night's in
+results/nightly/history.jsonl.
 """
 
 from __future__ import annotations
@@ -65,7 +66,9 @@ def changes(last: dict[str, Any], now: dict[str, Any]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.nightly", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--accept", action="store_true", help="take the new figures as the last ones even where they differ")
+    parser.add_argument(
+        "--accept", action="store_true", help="take the new figures as the last ones even where they differ"
+    )
     parser.add_argument("--root", type=Path, default=Path("results/nightly"))
     args = parser.parse_args(argv)
     now = {policy: run_policy(policy, args.root) for policy in POLICIES}
@@ -73,7 +76,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     last = json.loads(last_path.read_text()) if last_path.exists() else {}
     found = changes(last, now)
     with (args.root / "history.jsonl").open("a") as history:
-        row = {"created": Clock(is_virtual=False).wall_time_iso(), "differs": found, **{p: now[p]["summary"] for p in POLICIES}}
+        row = {
+            "created": Clock(is_virtual=False).wall_time_iso(),
+            "differs": found,
+            **{p: now[p]["summary"] for p in POLICIES},
+        }
         history.write(json.dumps(row) + "\n")
     print(f"{'policy':<11}{'TTFT mean':>11}{'P90':>9}{'TPOT':>9}{'rps':>7}{'line MB':>9}")
     for policy, result in now.items():

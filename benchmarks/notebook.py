@@ -1,4 +1,5 @@
-"""`python -m benchmarks.notebook`: run results/compare.ipynb on fresh small runs; fails on an error in any cell. The file itself stays as it is."""
+"""`python -m benchmarks.notebook`: run results/compare.ipynb on fresh small runs; fails on an error in any cell. The
+file itself stays as it is."""
 
 from __future__ import annotations
 
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if code := harness_main([f"engine={engine}", "clock=virtual", f"results_dir={root}"]):
                     return code
         os.environ["RUNS"] = str(root.resolve())
-        notebook = nbformat.read(NOTEBOOK, as_version=4)
+        notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
         try:
             NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
         except CellExecutionError as error:

@@ -1,7 +1,9 @@
-"""`python -m benchmarks.slices`: pdd against cross_pd on fixed slices of a trace, run after run in turn, on the default (real) run.
+"""`python -m benchmarks.slices`: pdd against cross_pd on fixed slices of a trace, run after run in turn, on the
+default (real) run.
 
-Each slice is run with both policies, in the order A B, B A, A B ... so that drift of the machine falls on both. Prints P90 TTFT of both, their ratio,
-MD's hit beside P's, KV bytes at the gateway beside the planned ones, and the medians. It decides nothing.
+Each slice is run with both policies, in the order A B, B A, A B ... so that drift of the machine falls on both.
+Prints P90 TTFT of both, their ratio, MD's hit beside P's, KV bytes at the gateway beside the planned ones, and the
+medians. It decides nothing.
 """
 
 from __future__ import annotations
@@ -39,7 +41,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--out", type=Path, default=Path("results/slices"), help="where the runs go")
     parser.add_argument("overrides", nargs="*", help="more words for both runs, as clock=virtual")
     args = parser.parse_args(argv)
-    print(f"{'slice':>5} {'cross_pd P90':>13} {'pdd P90':>9} {'ratio':>7} {'MD-P hit':>9} {'gateway/plan':>13} {'relayed':>8} valid")
+    print(
+        f"{'slice':>5} {'cross_pd P90':>13} {'pdd P90':>9} {'ratio':>7} {'MD-P hit':>9} {'gateway/plan':>13}"
+        f" {'relayed':>8} valid"
+    )
     ratios = []
     for number in range(args.slices):
         summaries = {}
@@ -54,13 +59,16 @@ def main(argv: Sequence[str] | None = None) -> None:
         line = pdd["line"]
         print(
             f"{number:>5} {cross['ttft']['p90']:>12.3f}s {pdd['ttft']['p90']:>8.3f}s {ratios[-1]:>7.3f}"
-            f" {100 * (hits['reported_md']['token_share'] - hits['reported_p']['token_share']):>+8.2f}p"
+            f" {100 * (hits['reported_hit_md']['token_share'] - hits['reported_hit_p']['token_share']):>+8.2f}p"
             f" {line['gateway_bytes'] / line['planned_bytes']:>13.4f}"
             f" {100 * pdd['pipelines'].get('p-rld-md', 0.0):>7.1f}% {is_valid}",
             flush=True,
         )
     below = sum(ratio < 1 for ratio in ratios)
-    print(f"median ratio of P90 TTFT, pdd over cross_pd: {statistics.median(ratios):.3f}; below 1 in {below} of {len(ratios)}")
+    print(
+        f"median ratio of P90 TTFT, pdd over cross_pd: {statistics.median(ratios):.3f}; "
+        f"below 1 in {below} of {len(ratios)}"
+    )
 
 
 if __name__ == "__main__":

@@ -55,7 +55,8 @@ class TokenStream(Protocol):
     """Where an engine hands over tokens while a request runs; the client's side of the stream."""
 
     def tokens(self, time_ns: int, token_ids: Sequence[int], source: str) -> None:
-        """Take one chunk of one or more tokens that reached the client at `time_ns`; `source` is P, RLD, MD or server."""
+        """Take one chunk of one or more tokens that reached the client at `time_ns`; `source` is P, RLD, MD or
+        server."""
         ...
 
 
@@ -98,8 +99,8 @@ class Completion:
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What was started. `page_size` is in tokens; `roles` maps an instance's name to its role; `instances` gives facts of each
-    (site, pages, pid ...); `kv_bytes_per_token` is 0 where unknown."""
+    """What was started. `page_size` is in tokens; `roles` maps an instance's name to its role; `instances` gives
+    facts of each (site, pages, pid ...); `kv_bytes_per_token` is 0 where unknown."""
 
     name: str
     model: str
@@ -134,7 +135,8 @@ class Engine(Protocol):
         ...
 
     async def generate(self, request: GenerateRequest, stream: TokenStream) -> Completion:
-        """Serve one request; raises RequestRejected or RequestFailed. Cancelling the task aborts the request everywhere."""
+        """Serve one request; raises RequestRejected or RequestFailed. Cancelling the task aborts the request
+        everywhere."""
         ...
 
     async def report(self) -> EngineReport:

@@ -49,7 +49,8 @@ class _NoSelector(selectors.BaseSelector):
 
 
 class _OrderedTimer(asyncio.TimerHandle):
-    """A timer that comes after every earlier-made timer of the same deadline: the base class leaves ties to the heap."""
+    """A timer that comes after every earlier-made timer of the same deadline: the base class leaves ties to the
+    heap."""
 
     __slots__ = ("order",)
     order: int
@@ -75,7 +76,9 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         return self._virtual_s
 
-    def call_at(self, when: float, callback: Callable[..., object], *args: Any, context: Any = None) -> asyncio.TimerHandle:
+    def call_at(  # type: ignore[override]
+        self, when: float, callback: Callable[..., object], *args: Any, context: Any = None
+    ) -> asyncio.TimerHandle:
         """As in the base loop, but equal deadlines run in the order in which they were set."""
         timer = _OrderedTimer(when, callback, args, self, context)
         timer.order = self._num_timers

@@ -1,4 +1,5 @@
-"""`python -m harness.compare RUN RUN [...]`: side by side, paired differences where both ran the same requests, a verdict per metric.
+"""`python -m harness.compare RUN RUN [...]`: side by side, paired differences where both ran the same requests, a
+verdict per metric.
 
 Exit code 0: compared; 1: a `--fail-on` rule was hit; 2: not comparable, or bad input. The first run is the baseline.
 """
@@ -19,7 +20,18 @@ from harness.metrics import percentile, request_latencies, summarize
 from harness.store import Run, read_run
 from traces.errors import UserError
 
-METRICS = ("ttft_mean", "ttft_p50", "ttft_p90", "tpot_mean", "tpot_p50", "tpot_p90", "e2el_mean", "e2el_p50", "e2el_p90", "rps")
+METRICS = (
+    "ttft_mean",
+    "ttft_p50",
+    "ttft_p90",
+    "tpot_mean",
+    "tpot_p50",
+    "tpot_p90",
+    "e2el_mean",
+    "e2el_p50",
+    "e2el_p90",
+    "rps",
+)
 HIGHER_IS_BETTER = frozenset({"rps"})
 NUM_RESAMPLES = 1000
 _RULE = re.compile(r"^worse:([a-z0-9_]+):([0-9.]+)%$")
@@ -27,7 +39,8 @@ _RULE = re.compile(r"^worse:([a-z0-9_]+):([0-9.]+)%$")
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """`change` is (other - base) / base; `low` and `high` bound it at 95% (bootstrap over sessions, paired), None where nothing was paired."""
+    """`change` is (other - base) / base; `low` and `high` bound it at 95% (bootstrap over sessions, paired), None
+    where nothing was paired."""
 
     metric: str
     base: float | None
@@ -112,7 +125,9 @@ def _throughput(base: Run, other: Run) -> Difference:
     return Difference("rps", a, b, change, None, None, "same" if change == 0 else "one figure a run: no verdict")
 
 
-def config_differences(base: Mapping[str, Any], other: Mapping[str, Any], prefix: str = "") -> list[tuple[str, Any, Any]]:
+def config_differences(
+    base: Mapping[str, Any], other: Mapping[str, Any], prefix: str = ""
+) -> list[tuple[str, Any, Any]]:
     """Keys of the two configurations whose values differ, dotted, with both values."""
     found: list[tuple[str, Any, Any]] = []
     for key in sorted(set(base) | set(other)):
@@ -125,7 +140,8 @@ def config_differences(base: Mapping[str, Any], other: Mapping[str, Any], prefix
 
 
 def failed_rules(rules: Sequence[str], found: Sequence[Difference]) -> list[str]:
-    """Rules `worse:METRIC:PERCENT%` that are hit: the metric is worse by more than that. Raises UserError for another form."""
+    """Rules `worse:METRIC:PERCENT%` that are hit: the metric is worse by more than that. Raises UserError for another
+    form."""
     by_name = {item.metric: item for item in found}
     hit = []
     for rule in rules:
@@ -142,7 +158,9 @@ def failed_rules(rules: Sequence[str], found: Sequence[Difference]) -> list[str]
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m harness.compare", description=(__doc__ or "").strip())
     parser.add_argument("runs", nargs="+", type=Path, help="run folders; the first is the baseline")
-    parser.add_argument("--fail-on", action="append", default=[], metavar="RULE", help="worse:ttft_p90:5%% ends with exit code 1")
+    parser.add_argument(
+        "--fail-on", action="append", default=[], metavar="RULE", help="worse:ttft_p90:5%% ends with exit code 1"
+    )
     args = parser.parse_args(argv)
     try:
         if len(args.runs) < 2:
@@ -182,8 +200,12 @@ def _print(base: Run, other: Run, found: Sequence[Difference]) -> None:
     for run in (base, other):
         validity = run.manifest.get("validity") or {}
         if not validity.get("valid"):
-            console.print(f"  {run.path.name} is not valid: {'; '.join(validity.get('reasons') or ['not said'])}", highlight=False)
-    console.print("Latencies in seconds, requests paired by id, intervals by bootstrap over sessions. Undecided is not the same.")
+            console.print(
+                f"  {run.path.name} is not valid: {'; '.join(validity.get('reasons') or ['not said'])}", highlight=False
+            )
+    console.print(
+        "Latencies in seconds, requests paired by id, intervals by bootstrap over sessions. Undecided is not the same."
+    )
 
 
 def _number(value: float | None) -> str:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Literal
 import numpy as np
 
 from traces.errors import UserError
+from traces.profile import bin_shares
 
 if TYPE_CHECKING:
     from harness.config import RunConfig
@@ -25,8 +26,6 @@ ServiceTime = Callable[[int, int], float]
 """(prompt tokens, output tokens) -> expected seconds from sending to the last token."""
 
 MIN_COMPRESSION, MAX_COMPRESSION = 0.05, 1.0e4
-BIN_EDGES = (0.90, 0.95, 0.96, 0.97, 0.98, 0.99)
-"""Inner edges of the seven hit-ratio bins."""
 NUM_CANDIDATES = 16
 HORIZON = 4
 """A slice is cut from so many times its requests of the sampled sessions, in order of the trace's time."""
@@ -57,13 +56,8 @@ class Row:
             return 0
         return min(self.keep_tokens, self.input_tokens - 1) // page_size * page_size
 
-    def p_hit(self, page_size: int) -> int:
-        """The same at P, which has seen the prompts of past turns and not their outputs. How much of the kept
-        prefix is output is not
-        in a row: it is taken to end with one output of this turn's length."""
-        return max(0, self.md_hit(page_size) - self.output_tokens // page_size * page_size)
-
     def hit_share(self, page_size: int) -> float:
+        """`md_hit` over the prompt."""
         return self.md_hit(page_size) / self.input_tokens
 
 
@@ -103,9 +97,8 @@ class Selection:
 
 @dataclass(frozen=True, slots=True)
 class LoadedTrace:
-    """A trace as the running side needs it. `by_id` has roots too; `info` is what the manifest says of it;
-    `prompts` makes the
-    source of prompts for the rows that a run sends."""
+    """A trace as the running side needs it. `by_id` has roots too; `info` is what the manifest says of it; `prompts`
+    makes a new source of prompts for the rows that a run sends."""
 
     rows: Sequence[Row]
     by_id: Mapping[str, Row]
@@ -176,10 +169,7 @@ def run_timeline(planned: Iterable[Planned], service_s: ServiceTime, compression
 
 def hit_bins(hits: Sequence[float]) -> list[float]:
     """Share of requests in each of the seven bins of prefix hit, in percent; empty when there are none."""
-    if not hits:
-        return []
-    counts = np.bincount(np.searchsorted(BIN_EDGES, hits, side="right"), minlength=len(BIN_EDGES) + 1)
-    return [float(x) for x in 100.0 * counts / len(hits)]
+    return [100.0 * share for share in bin_shares(hits)] if hits else []
 
 
 # --- which requests ---------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
-"""Everything derived from a run's files, each formula once. Times in seconds, sizes in bytes, shares in [0, 1]; missing is None, never 0.
+"""Everything derived from a run's files, each formula once. Times in seconds, sizes in bytes, shares in [0, 1];
+missing is None, never 0.
 
-Latencies are of requests with phase `measured` and status `ok`. What a metric cannot see is in its line of `DEFINITIONS`.
+Latencies are of requests with phase `measured` and status `ok`. What a metric cannot see is in its line of
+`DEFINITIONS`.
 """
 
 from __future__ import annotations
@@ -26,20 +28,21 @@ MAX_NULL_SHARE = 0.05
 LATENCIES = ("ttft", "ttst", "tbt", "icl", "tpot", "e2el", "longest_gap", "ttft_scheduled")
 
 DEFINITIONS = {
-    "ttft": "first token of any channel at the client - sent. The client stands beside the router: no network of its own.",
+    "ttft": "first token of any channel at the client - sent. The client stands beside the router: no network between",
     "ttst": "second token - sent; with first_token=prefill it shows the wait that TTFT hides",
-    "tbt": "gap between tokens (also ITL): a chunk's first token gets the gap to the chunk before, its others 0. Over all tokens of all requests.",
+    "tbt": "gap between tokens (also ITL), over all of all requests: a chunk's first token gets the gap, its others 0",
     "icl": "gap between chunks",
-    "tpot": "(last token - first token) / (output tokens - 1), per request; None for one token. It averages stalls away: see longest_gap.",
+    "tpot": "(last - first token) / (output tokens - 1), per request, None for one token; hides stalls: see longest_gap",
     "e2el": "last token - sent",
     "longest_gap": "longest gap between chunks, per request",
-    "ttft_scheduled": "first token - the time at which the request was due: what the client's own lateness adds is in it",
+    "ttft_scheduled": "first token - the time at which the request was due: the client's own lateness is in it",
     "rps": "requests that ended ok / (last end - first sent)",
 }
 
 
 def percentile(values: Iterable[float] | Values, q: float, *, min_beyond: int = MIN_BEYOND) -> float | None:
-    """The q-quantile (0..1) by linear interpolation between order statistics; None with fewer than `min_beyond` values beyond it."""
+    """The q-quantile (0..1) by linear interpolation between order statistics; None with fewer than `min_beyond`
+    values beyond it."""
     found = np.asarray(list(values) if not isinstance(values, np.ndarray) else values, dtype=np.float64)
     found = found[~np.isnan(found)]
     if found.size == 0 or found.size * (1 - q) < min_beyond:
@@ -116,7 +119,9 @@ def summarize(run: Run) -> dict[str, Any]:
     summary: dict[str, Any] = {
         "requests": len(measured),
         "ok": len(ok),
-        "errors": {str(k): int(v) for k, v in measured.loc[measured["status"] != "ok", "status"].value_counts().items()},
+        "errors": {
+            str(k): int(v) for k, v in measured.loc[measured["status"] != "ok", "status"].value_counts().items()
+        },
         "sessions": int(measured["session_id"].nunique()),
         "duration_s": duration_s,
         "rps": len(ok) / duration_s if duration_s else None,
@@ -139,7 +144,8 @@ _HIT_COLUMNS = ("ideal_hit", "planned_hit_p", "planned_hit_md", "reported_hit_p"
 
 
 def _hits(ok: pd.DataFrame, column: str) -> dict[str, Any] | None:
-    """Share of prompt tokens found, over all tokens and as a mean over requests, and the shares of requests in the seven bins."""
+    """Share of prompt tokens found, over all tokens and as a mean over requests, and the shares of requests in the
+    seven bins."""
     known = ok[ok[column].notna()]
     if known.empty:
         return None
@@ -153,8 +159,9 @@ def _hits(ok: pd.DataFrame, column: str) -> dict[str, Any] | None:
 
 
 def _line(run: Run, measured: pd.DataFrame) -> dict[str, Any]:
-    """KV bytes over the line: planned at admission, counted by receivers, and by the gateway (or the model) between the end of priming and
-    the run's end. The gateway's count has the frames' headers in it; requests that ended on RLD are not in the receivers' count."""
+    """KV bytes over the line: planned at admission, counted by receivers, and by the gateway (or the model) between
+    the end of priming and the run's end. The gateway's count has the frames' headers in it; requests that ended on
+    RLD are not in the receivers' count."""
     kv = run.links[(run.links["link"] == "line") & (run.links["direction"] != "back") & (run.links["kv_bytes"].notna())]
     total = None
     if len(kv) and measured["sent_ns"].notna().any():
@@ -168,6 +175,7 @@ def _line(run: Run, measured: pd.DataFrame) -> dict[str, Any]:
         "received_bytes": int(measured["line_bytes"].sum()),
         "gateway_bytes": total,
         "configured_rate_bps": _first(last, "configured_rate_bps"),
+        "configured_flow_rate_bps": _first(last, "configured_flow_rate_bps"),
         "realised_rate_bps": _first(last, "realised_rate_bps"),
         "delay_p50_s": _scaled(_first(last, "delay_p50_ns"), 1e-9),
         "delay_p95_s": _scaled(_first(last, "delay_p95_ns"), 1e-9),
@@ -198,13 +206,16 @@ def _notes(summary: Mapping[str, Any]) -> list[str]:
     ttft = summary["ttft"]
     total = ttft["count"] + ttft["null_count"]
     if total and ttft["null_count"] > MAX_NULL_SHARE * total:
-        notes.append(f"TTFT is missing for {ttft['null_count']} of {total} requests: its figures stand for the others alone")
+        notes.append(
+            f"TTFT is missing for {ttft['null_count']} of {total} requests: its figures stand for the others alone"
+        )
     if any(summary[name]["p99"] is None for name in ("ttft", "e2el")) and total:
         notes.append(f"P99 needs {MIN_BEYOND} requests beyond it and is left out")
     return notes
 
 
-# --- the closing table --------------------------------------------------------------------------------------------------
+# --- the closing table
+# --------------------------------------------------------------------------------------------------
 
 
 def _s(value: float | None) -> str:
@@ -231,7 +242,14 @@ def summary_table(summary: Mapping[str, Any], manifest: Mapping[str, Any]) -> Re
     times.add_column("metric")
     for name in ("mean", "P50", "P90", "P99", "n"):
         times.add_column(name, justify="right")
-    labels = {"ttft": "TTFT", "ttst": "TTST", "tbt": "TBT", "tpot": "TPOT", "e2el": "E2EL", "longest_gap": "longest gap"}
+    labels = {
+        "ttft": "TTFT",
+        "ttst": "TTST",
+        "tbt": "TBT",
+        "tpot": "TPOT",
+        "e2el": "E2EL",
+        "longest_gap": "longest gap",
+    }
     for key, label in labels.items():
         row = summary[key]
         times.add_row(label, _s(row["mean"]), _s(row["p50"]), _s(row["p90"]), _s(row["p99"]), f"{row['count']:,}")
@@ -250,12 +268,23 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 
     def hit(name: str) -> str:
         found = hits[name]
-        return "-" if found is None else f"{_pct(found['token_share'])} of tokens, {_pct(found['request_mean'])} mean of requests"
+        return (
+            "-"
+            if found is None
+            else f"{_pct(found['token_share'])} of tokens, {_pct(found['request_mean'])} mean of requests"
+        )
 
-    rate = "-" if summary["rps"] is None else f"{summary['rps']:.2f} requests/s, {summary['output_tokens_per_s']:,.1f} output tokens/s"
+    rate = (
+        "-"
+        if summary["rps"] is None
+        else f"{summary['rps']:.2f} requests/s, {summary['output_tokens_per_s']:,.1f} output tokens/s"
+    )
     spans = ", ".join(f"{name} {_s(value)}" for name, value in summary["spans_s"].items())
     return [
-        ("requests", f"{summary['ok']:,} ok of {summary['requests']:,}, {summary['sessions']:,} sessions; not ok: {errors}"),
+        (
+            "requests",
+            f"{summary['ok']:,} ok of {summary['requests']:,}, {summary['sessions']:,} sessions; not ok: {errors}",
+        ),
         ("throughput", rate),
         ("tokens", f"{summary['prompt_tokens']:,} prompt, {summary['output_tokens']:,} output"),
         ("hit ideal (trace)", hit("ideal_hit")),
@@ -268,7 +297,10 @@ def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
         ("KV over the line", f"planned {_mb(line['planned_bytes'])}, counted on it {_mb(line['gateway_bytes'])}"),
         ("line", _line_words(line)),
         ("mean wait by cause", spans or "-"),
-        ("sent after it was due", f"P50 {_s(summary['sending_late_s']['p50'])}, P90 {_s(summary['sending_late_s']['p90'])}"),
+        (
+            "sent after it was due",
+            f"P50 {_s(summary['sending_late_s']['p50'])}, P90 {_s(summary['sending_late_s']['p90'])}",
+        ),
     ]
 
 
@@ -277,20 +309,24 @@ def _line_words(line: Mapping[str, Any]) -> str:
         return "-" if value is None else f"{value / 1e6:,.1f} Mbit/s"
 
     return (
-        f"configured {mbit(line['configured_rate_bps'])}, realised while busy {mbit(line['realised_rate_bps'])}; one-way delay "
-        f"P50 {_s(line['delay_p50_s'])}, P95 {_s(line['delay_p95_s'])}; late {_pct(line['late_share'])}"
+        f"configured {mbit(line['configured_rate_bps'])} and {mbit(line['configured_flow_rate_bps'])} a flow, realised while "
+        f"busy {mbit(line['realised_rate_bps'])}; one-way delay P50 {_s(line['delay_p50_s'])}, P95 {_s(line['delay_p95_s'])}; late {_pct(line['late_share'])}"
     )
 
 
 def what_it_shows(manifest: Mapping[str, Any]) -> str:
     """One sentence: real or virtual, scaled or not, valid or not and why, and what must not be read from it."""
     clock = manifest.get("clock")
-    kind = "real processes on the wall clock" if clock == "wall" else "virtual time: modelled durations, no process and no socket"
+    kind = (
+        "real processes on the wall clock"
+        if clock == "wall"
+        else "virtual time: modelled durations, no process and no socket"
+    )
     label = (manifest.get("similitude") or {}).get("label", "unknown scale")
     scale = (manifest.get("trace") or {}).get("scale")
     validity = manifest.get("validity") or {}
     valid = "valid" if validity.get("valid") else "NOT VALID: " + "; ".join(validity.get("reasons") or ["not said"])
     return (
-        f"What this shows: {kind}; {label} (token counts x {scale}); {valid}. It compares policies on equal modelled chips; it does not "
-        "predict any hardware's figures."
+        f"What this shows: {kind}; {label} (token counts x {scale}); {valid}. It compares policies on equal modelled chips; "
+        "it does not predict any hardware's figures."
     )

@@ -33,11 +33,12 @@ from harness.load import (
 from harness.replay import Prompts
 from harness.similitude import Similitude, decode_token_s, line_of, prefill_s, similitude_of
 from traces.errors import UserError
+from traces.profile import BIN_LABELS
+from traces.prompts import page_keys
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-BIN_NAMES = ("[0,.90)", "[.90,.95)", "[.95,.96)", "[.96,.97)", "[.97,.98)", "[.98,.99)", "[.99,1]")
 REPRESENTATIVE_POINTS = 5.0
 """A slice with a bin further than this from the trace's, in points, is not representative."""
 
@@ -152,21 +153,54 @@ class Plan:
     @property
     def is_representative(self) -> bool:
         """No hit bin of the slice is off the trace's by more than 5 points."""
-        return all(abs(a - b) <= REPRESENTATIVE_POINTS for a, b in zip(self.slice_bins, self.trace_bins, strict=True))
+        return all(abs(a - b) <= REPRESENTATIVE_POINTS for a, b in zip(self.slice_bins, self.trace_bins, strict=False))
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)
 
 
-def make_plan(selection: Selection, primes: Sequence[Row], trace_rows: Sequence[Row], spec: EngineSpec) -> Plan:
-    """Figures of `selection` on `spec`, with ideal caches. P computes what it has never seen: past outputs too."""
+@dataclass(frozen=True, slots=True)
+class SequentialHits:
+    """Hit tokens by request if each came after the one before had ended, caches keep all: the plan before a run."""
+
+    p: Mapping[str, int]
+    md: Mapping[str, int]
+
+
+def sequential_hits(rows: Sequence[Row], prompts: Prompts, page_size: int) -> SequentialHits:
+    """The plan for `rows` (primed ones first) one at a time. Outputs are the trace's; `prompts` must be a fresh source.
+
+    P keeps prompts alone: outputs were decoded elsewhere. MD keeps prompts and outputs.
+    """
+    whole = {row.request_id: prompts.prompt(row.request_id) for row in rows}
+    for row in rows:  # an output is read off the longest prompt that keeps it; what nobody keeps is never hit
+        kept = whole[row.request_id][: row.keep_tokens]
+        if row.prefix_id in whole and len(kept) > len(whole[row.prefix_id]):
+            whole[row.prefix_id] = kept
+    sequences = {
+        row.request_id: PageKeys(page_keys(whole[row.request_id], page_size), row.input_tokens, row.output_tokens)
+        for row in rows
+    }
+    orders = {}
+    for site, ops in (("p", ("match", "insert_prompt")), ("md", ("match", "insert_prompt", "insert_full"))):
+        touches = [(row.request_id, op) for row in rows for op in ops]
+        orders[site] = [Touch(seq, name, op) for seq, (name, op) in enumerate(touches)]
+    planned = planned_hits(orders, sequences, page_size)
+    return SequentialHits(planned["p"], planned["md"])
+
+
+def make_plan(
+    selection: Selection, primes: Sequence[Row], hits: SequentialHits, trace_bins: Sequence[float], spec: EngineSpec
+) -> Plan:
+    """Figures of `selection` on `spec`, as arranged by its policy, with the hits of the sequential plan."""
     rows = [item.row for item in selection.planned]
-    page = spec.page_size
-    hits = [row.md_hit(page) for row in rows]
+    is_mixed = any(item.role == "MIXED" for item in spec.instances)
+    md_hits = [hits.md[row.request_id] for row in rows]
+    p_hits = md_hits if is_mixed else [hits.p[row.request_id] for row in rows]
     prompt_tokens, output_tokens = sum(row.input_tokens for row in rows), sum(row.output_tokens for row in rows)
     kv_per_token = spec.model.kv_bytes_per_token
     is_crossing = len({item.site for item in spec.instances}) > 1
-    line_bytes = (prompt_tokens - sum(hits)) * kv_per_token if is_crossing else 0
+    line_bytes = (prompt_tokens - (sum(md_hits) if spec.drc else 0)) * kv_per_token if is_crossing else 0
 
     service = ServiceModel(spec)
     starts = run_timeline(selection.planned, service)
@@ -174,24 +208,29 @@ def make_plan(selection: Selection, primes: Sequence[Row], trace_rows: Sequence[
     per_s = 1.0 / max(duration_s, 1e-9)
     prefills = [item for item in spec.instances if item.role in ("P", "MIXED")]
     mains = [item for item in spec.instances if item.role in ("MD", "MIXED")]
-    computed = sum(prefill_s(prefills[0], row.input_tokens - row.p_hit(page)) for row in rows)
+    computed = sum(prefill_s(prefills[0], row.input_tokens - hit) for row, hit in zip(rows, p_hits, strict=True))
     decode = sum(row.output_tokens * decode_token_s(mains[0].timing) for row in rows)
     line_rate = spec.line.rate_bps if is_crossing else None
     return Plan(
-        num_requests=len(rows), num_sessions=selection.num_sessions, num_primed=len(primes),
-        prime_tokens=sum(row.input_tokens for row in primes), prompt_tokens=prompt_tokens, output_tokens=output_tokens,
-        hit_tokens=sum(hits), slice_bins=tuple(_bins(rows, page)), trace_bins=tuple(_bins(trace_rows, page)),
-        kv_bytes=prompt_tokens * kv_per_token, line_bytes=line_bytes, duration_s=duration_s,
+        num_requests=len(rows),
+        num_sessions=selection.num_sessions,
+        num_primed=len(primes),
+        prime_tokens=sum(row.input_tokens for row in primes),
+        prompt_tokens=prompt_tokens,
+        output_tokens=output_tokens,
+        hit_tokens=sum(md_hits),
+        slice_bins=tuple(hit_bins([hit / row.input_tokens for row, hit in zip(rows, md_hits, strict=True)])),
+        trace_bins=tuple(trace_bins),
+        kv_bytes=prompt_tokens * kv_per_token,
+        line_bytes=line_bytes,
+        duration_s=duration_s,
         prime_s=sum(prefill_s(prefills[0], row.input_tokens) for row in primes) / len(prefills),
-        offered_per_s=len(rows) * per_s, p_share=computed * per_s / len(prefills),
+        offered_per_s=len(rows) * per_s,
+        p_share=computed * per_s / len(prefills),
         line_share=None if line_rate is None else line_bytes * 8 * per_s / line_rate,
         md_share=decode * per_s / sum(item.max_batch_seqs for item in mains),
         time_compression=selection.time_compression,
-    )  # fmt: skip
-
-
-def _bins(rows: Iterable[Row], page_size: int) -> list[float]:
-    return hit_bins([row.hit_share(page_size) for row in rows])
+    )
 
 
 class ServiceModel:
@@ -219,6 +258,7 @@ class Prepared:
     selection: Selection
     primes: tuple[Row, ...]
     prompts: Prompts
+    hits: SequentialHits
     plan: Plan
     similitude: Similitude
     trace_info: Mapping[str, object]
@@ -239,30 +279,36 @@ class Prepared:
         )
 
 
-def prepare(config: RunConfig, trace: LoadedTrace | None = None) -> Prepared:
-    """Read the trace, choose the slice, set the line, check that every request fits the model. Raises UserError."""
-    if trace is None:
-        from harness.source import load_trace
-
-        trace = load_trace(config)
+def prepare(config: RunConfig, trace: LoadedTrace) -> Prepared:
+    """Choose the slice, set the line, check that every request fits the model. Raises UserError."""
+    page_size = config.cluster.page_size
+    trace_bins = hit_bins([row.hit_share(page_size) for row in trace.rows])
     blank = config.engine_spec(LinkSpec(name="line"))
     _, spec = arranged(blank)
-    service = ServiceModel(spec)
-    selection = choose(config, trace, service)
+    selection = choose(config, trace, ServiceModel(spec), trace_bins)
     rows = [item.row for item in selection.planned]
-    primes = tuple(trace.by_id[name] for name in selection.prime_ids)
+    primes = tuple(trace.by_id[name] for name in selection.prime_ids if name in trace.by_id)
     check_lengths([*primes, *rows], config.model.max_context)
     decode = next(item for item in spec.instances if item.role in ("MD", "MIXED"))
-    spec = replace(spec, line=line_of(config.wan, rows, decode_token_s(decode.timing), config.model.kv_bytes_per_token))
-    plan = make_plan(selection, primes, trace.rows, spec)
-    similitude = similitude_of(config, spec, rows, primes, plan)
+    line = line_of(config.wan, rows, decode_token_s(decode.timing), config.model.kv_bytes_per_token)
+    spec = replace(spec, line=line)
+    hits = sequential_hits([*primes, *rows], trace.prompts(config, rows), page_size)
+    plan = make_plan(selection, primes, hits, trace_bins, spec)
+    similitude = similitude_of(spec, rows, primes, hits, plan)
     return Prepared(
-        config, replace(blank, line=spec.line), selection, primes, trace.prompts(config, rows), plan,
-        similitude, trace.info
-    )  # fmt: skip
+        config,
+        replace(blank, line=line),
+        selection,
+        primes,
+        trace.prompts(config, rows),
+        hits,
+        plan,
+        similitude,
+        trace.info,
+    )
 
 
-def choose(config: RunConfig, trace: LoadedTrace, service: ServiceModel) -> Selection:
+def choose(config: RunConfig, trace: LoadedTrace, service: ServiceModel, trace_bins: Sequence[float]) -> Selection:
     """The slice, as load and start ask for it."""
     want = Want(
         num_requests=config.num_requests(), requests_per_s=config.load.requests_per_s,
@@ -272,13 +318,7 @@ def choose(config: RunConfig, trace: LoadedTrace, service: ServiceModel) -> Sele
     kind = config.load.kind
     if kind == "sessions" and (config.start or ("snapshot" if trace.has_sessions else "cold")) == "snapshot":
         pool = SessionPool(trace.rows, trace.slice_start_s, service)
-        return select_snapshot(
-            pool,
-            want,
-            f"{config.seed}/{config.slice}",
-            config.cluster.page_size,
-            hit_bins([row.hit_share(config.cluster.page_size) for row in trace.rows]),
-        )
+        return select_snapshot(pool, want, f"{config.seed}/{config.slice}", config.cluster.page_size, trace_bins)
     if kind != "sessions" and config.time_compression is None:
         want = replace(want, time_compression=1 / config.trace.scale)  # gaps shrink as lengths and service times do
     selection = select_from_start(trace.rows, want, service, start_trace_s=trace.slice_start_s)
@@ -318,7 +358,7 @@ def bins_table(plan: Plan) -> RenderableType:
 
     table = Table(title="share of requests by planned hit, %", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("")
-    for name in BIN_NAMES:
+    for name in BIN_LABELS:
         table.add_column(name.replace("[", r"\["), justify="right")
     table.add_row("slice", *(f"{x:.1f}" for x in plan.slice_bins))
     table.add_row("trace", *(f"{x:.1f}" for x in plan.trace_bins))

@@ -1,4 +1,5 @@
-"""What is kept of a request, raw: time stamps, counts, stages. Nothing here is derived but the spans, which partition the client's wait.
+"""What is kept of a request, raw: time stamps, counts, stages. Nothing here is derived but the spans, which partition
+the client's wait.
 
 Times are in ns on the run's clock. None means unknown or not passed, never 0.
 """
@@ -77,8 +78,10 @@ class RequestRecord:
     stage_finished_ns: int | None = None
 
 
-class Chunk(NamedTuple):
-    """Tokens that came at once: those of index `first_index` and on. With `step_ns` they came that far apart (a run of steps)."""
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Tokens that came at once: those of index `first_index` and on. With `step_ns` they came that far apart (a run
+    of steps)."""
 
     first_index: int
     time_ns: int
@@ -145,14 +148,19 @@ def apply_completion(record: RequestRecord, completion: Completion) -> None:
 def spans_of(record: RequestRecord) -> list[SpanRow]:
     """The partition of [sent_ns, end_ns] by what the stream waited for; its lengths sum to end - sent exactly.
 
-    p-md: queue, prefill, line (to the first token), main. p-rld-md: queue, prefill, relay (RDMA move and RLD's decoding; to the end if RLD
-    finished), handoff (seal to extend), extend (to commit), main. mixed: queue, prefill, main. Another server: server (to the first
-    token), main. A time that was not passed takes no share; one that lies outside is clamped.
+    p-md: queue, prefill, line (to the first token), main. p-rld-md: queue, prefill, relay (RDMA move and RLD's
+    decoding; to the end if RLD finished), handoff (seal to extend), extend (to commit), main. mixed: queue, prefill,
+    main. Another server: server (to the first token), main. A time that was not passed takes no share; one that lies
+    outside is clamped.
     """
     if record.sent_ns is None or record.end_ns is None:
         return []
+    cuts: list[tuple[str, int | None, str | None]]
     if record.stage_prefill_end_ns is None:
-        cuts = [("server" if record.stage_received_ns is None else "queue", record.first_token_ns, None), ("main", None, None)]
+        cuts = [
+            ("server" if record.stage_received_ns is None else "queue", record.first_token_ns, None),
+            ("main", None, None),
+        ]
     else:
         cuts = [
             ("queue", record.stage_prefill_start_ns, None),
@@ -175,7 +183,11 @@ def spans_of(record: RequestRecord) -> list[SpanRow]:
         if stop_ns > at_ns:
             spans.append(SpanRow(record.request_id, name, at_ns, stop_ns, True, instance))
         at_ns = stop_ns
-    if record.pipeline == "p-rld-md" and record.stage_kv_first_sent_ns is not None and record.stage_md_ready_ns is not None:
+    if (
+        record.pipeline == "p-rld-md"
+        and record.stage_kv_first_sent_ns is not None
+        and record.stage_md_ready_ns is not None
+    ):
         spans.append(
             SpanRow(record.request_id, "line", record.stage_kv_first_sent_ns, record.stage_md_ready_ns, False, None)
         )

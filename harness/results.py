@@ -45,7 +45,9 @@ def list_runs(root: Path) -> None:
             print(f"{path}  unreadable: {error}")
             continue
         validity = manifest.get("validity") or {}
-        print(f"{path}  {manifest['status']}  {manifest.get('clock')}  {'valid' if validity.get('valid') else 'not valid'}")
+        print(
+            f"{path}  {manifest['status']}  {manifest.get('clock')}  {'valid' if validity.get('valid') else 'not valid'}"
+        )
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 
 import engines.clock
@@ -53,8 +54,8 @@ def pdd_engine(base_port: int) -> EngineFactory:
 
 
 def execute(
-    config: RunConfig, plain: Mapping[str, Any], argv: Sequence[str], *, engine_factory: EngineFactory | None = None,
-    console: Console | None = None, trace: LoadedTrace | None = None,
+    config: RunConfig, plain: Mapping[str, Any], argv: Sequence[str], trace: LoadedTrace, *,
+    engine_factory: EngineFactory | None = None, console: Console | None = None,
 ) -> int:  # fmt: skip
     """Plan, run, store, report. The exit code: 0, 1 when no request ended well, 130 when interrupted. Raises
     UserError.
@@ -198,7 +199,7 @@ class Run:
         self._statuses[record.phase, record.status] += 1
         events = () if completion is None else completion.cache_events
         if prompt is not None:
-            tokens = [*prompt.tolist(), *stream.token_ids]
+            tokens = np.concatenate([prompt, np.asarray(stream.token_ids, dtype=np.int32)])
             self._sequences[record.request_id] = PageKeys(
                 page_keys(tokens, page_size), len(prompt), len(stream.token_ids)
             )
@@ -229,6 +230,7 @@ class Run:
             "validity": {"valid": not reasons, "reasons": reasons},
         }
         summary = summarize(self._store.close(updates, None))
+        self._store.write_summary(summary)
         self._store.write_summary(summary)
         console = self._console
         manifest = self._store.manifest

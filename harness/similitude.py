@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Literal
 
 from engines.pdd.config import EngineSpec, InstanceSpec, StepTiming
 from engines.wan.link import LinkSpec
-from harness.config import RunConfig, WanConfig
+from harness.config import WanConfig
 from harness.load import Row
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
-    from harness.plan import Plan
+    from harness.plan import Plan, SequentialHits
 
 TOLERANCE = 0.25
 
@@ -101,7 +101,7 @@ def decode_token_s(timing: StepTiming) -> float:
     return timing.base_s + timing.weights_s
 
 
-def line_of(wan: WanConfig, rows: Sequence[Row], weights_s: float, kv_bytes_per_token: int) -> LinkSpec:
+def line_of(wan: WanConfig, rows: Sequence[Row], decode_step_s: float, kv_bytes_per_token: int) -> LinkSpec:
     """The line of a run. similar: flow rate so that (mean prompt's KV over one flow) / (decode of a mean output) =
     `wan.ratio`, and a
     rate of `wan.flows` such flows. Rates in bit/s."""
@@ -110,19 +110,19 @@ def line_of(wan: WanConfig, rows: Sequence[Row], weights_s: float, kv_bytes_per_
         return line
     prompt = statistics.fmean(row.input_tokens for row in rows)
     output = statistics.fmean(row.output_tokens for row in rows)
-    flow_rate_bps = prompt * kv_bytes_per_token * 8 / (wan.ratio * output * weights_s)
+    flow_rate_bps = prompt * kv_bytes_per_token * 8 / (wan.ratio * output * decode_step_s)
     return replace(line, flow_rate_bps=flow_rate_bps, rate_bps=wan.flows * flow_rate_bps)
 
 
 def similitude_of(
-    config: RunConfig, spec: EngineSpec, rows: Sequence[Row], primes: Sequence[Row], plan: Plan
+    spec: EngineSpec, rows: Sequence[Row], primes: Sequence[Row], hits: SequentialHits, plan: Plan
 ) -> Similitude:
     """The ratios of the slice `rows` on `spec`; `plan` gives the use of P, line and MD."""
     prefill = next(item for item in spec.instances if item.role in ("P", "MIXED"))
     mains = [item for item in spec.instances if item.role in ("MD", "MIXED")]
     decode_s = statistics.fmean(row.output_tokens for row in rows) * decode_token_s(mains[0].timing)
-    suffixes = [row.input_tokens - row.md_hit(spec.page_size) for row in rows]
-    prefills = [prefill_s(prefill, row.input_tokens - row.p_hit(spec.page_size)) for row in rows]
+    suffixes = [row.input_tokens - hits.md[row.request_id] for row in rows]
+    prefills = [prefill_s(prefill, row.input_tokens - hits.p[row.request_id]) for row in rows]
     ttft_s = statistics.median(prefills) + decode_token_s(mains[0].timing)
     prompt_bits = statistics.fmean(row.input_tokens for row in rows) * spec.model.kv_bytes_per_token * 8
     has_line = plan.line_share is not None

@@ -1,7 +1,7 @@
 """A run's files: Arrow IPC parts while it runs, Parquet when it ends, manifest and summary; and reading them back.
 
-Finished records reach the disk at every `flush`. A kill loses what came after the last one, and `recover` turns the rest into Parquet. Nothing here
-derives a figure, and no value of the environment is ever written.
+Finished records reach the disk at every `flush`. A kill loses what came after the last one, and `recover` turns the
+rest into Parquet. Nothing here derives a figure, and no value of the environment is ever written.
 """
 
 from __future__ import annotations
@@ -58,12 +58,12 @@ SCHEMAS: dict[str, pa.Schema] = {
     "spans": _schema(request_id=str, name=str, start_ns=int, end_ns=int, critical=bool, instance=str),
     "links": _schema(
         time_ns=int, link=str, direction=str, route=str, bytes_total=int, kv_bytes=int, configured_rate_bps=float,
-        realised_rate_bps=float, delay_p50_ns=int, delay_p95_ns=int, late_share=float, busy_ns=int,
+        configured_flow_rate_bps=float, realised_rate_bps=float, delay_p50_ns=int, delay_p95_ns=int, late_share=float, busy_ns=int,
     ),
     "instances": _schema(
         time_ns=int, instance=str, role=str, site=str, pid=int, steps=int, busy_ns=int, compute_ns=int, overrun_ns=int,
-        overrun_steps=int, pages_total=int, pages_free=int, pages_cached=int, num_running=int, num_waiting=int, aborted=int,
-        refused=int, late_frames=int, stale_messages=int, frames_refused=int, rss_bytes=int,
+        overrun_steps=int, pages_total=int, pages_free=int, pages_cached=int, num_running=int, num_waiting=int,
+        aborted=int, refused=int, late_frames=int, stale_messages=int, frames_refused=int, rss_bytes=int,
     ),
     "sessions": _schema(
         session_id=str, root_session_id=str, entry_turn=int, turns_planned=int, turns_done=int, turns_failed=int,
@@ -133,12 +133,16 @@ class RunStore:
         return cls(run_dir, {**manifest, "schema_version": SCHEMA_VERSION})
 
     def add_request(
-        self, record: RequestRecord, chunks: Iterable[Chunk], spans: Iterable[SpanRow], cache_events: Iterable[CacheEvent]
+        self,
+        record: RequestRecord,
+        chunks: Iterable[Chunk],
+        spans: Iterable[SpanRow],
+        cache_events: Iterable[CacheEvent],
     ) -> None:
         """A request that has ended, with all that belongs to it."""
         self._parts["requests"].add({name: getattr(record, name) for name in SCHEMAS["requests"].names})
         for chunk in chunks:
-            self._parts["chunks"].add({"request_id": record.request_id, **chunk._asdict()})
+            self._parts["chunks"].add({"request_id": record.request_id, **dataclasses.asdict(chunk)})
         for span in spans:
             self._parts["spans"].add(span._asdict())
         self.add_cache_events(record.request_id, cache_events)
@@ -146,7 +150,13 @@ class RunStore:
     def add_cache_events(self, request_id: str, events: Iterable[CacheEvent]) -> None:
         for event in events:
             self._parts["cache_events"].add(
-                {"request_id": request_id, "instance": event.instance, "seq": event.seq, "op": event.op, "tokens": event.tokens}
+                {
+                    "request_id": request_id,
+                    "instance": event.instance,
+                    "seq": event.seq,
+                    "op": event.op,
+                    "tokens": event.tokens,
+                }
             )
 
     def add_links(self, rows: Iterable[Mapping[str, Any]]) -> None:
@@ -171,7 +181,8 @@ class RunStore:
                 part.flush()
 
     def close(self, manifest_updates: Mapping[str, Any], summary: Mapping[str, Any] | None) -> Run:
-        """Parts become Parquet, the manifest its final words; with a `summary` summary.json is written too. Gives the run read back."""
+        """Parts become Parquet, the manifest its final words; with a `summary` summary.json is written too. Gives the
+        run read back."""
         with _disk(self.run_dir):
             for part in self._parts.values():
                 part.close()
@@ -252,10 +263,13 @@ class RecoverReport:
 
 
 def recover(run_dir: Path) -> RecoverReport:
-    """Make Parquet of a killed run's parts. Calling it again changes nothing. Raises ResultsError where there is no run."""
+    """Make Parquet of a killed run's parts. Calling it again changes nothing. Raises ResultsError where there is no
+    run."""
     manifest = read_manifest(run_dir)
     if not (run_dir / PARTS).is_dir():
-        rows = {name: pq.read_metadata(path).num_rows for name in SCHEMAS if (path := run_dir / f"{name}.parquet").exists()}
+        rows = {
+            name: pq.read_metadata(path).num_rows for name in SCHEMAS if (path := run_dir / f"{name}.parquet").exists()
+        }
         return RecoverReport(rows, was_needed=False)
     with _disk(run_dir):
         rows = _parts_to_parquet(run_dir, {})
@@ -271,7 +285,9 @@ def read_manifest(run_dir: Path) -> dict[str, Any]:
     try:
         manifest: dict[str, Any] = json.loads(path.read_text())
     except FileNotFoundError:
-        raise ResultsError(f"{run_dir}: no run (there is no manifest.json); python -m harness.results list shows runs") from None
+        raise ResultsError(
+            f"{run_dir}: no run (there is no manifest.json); python -m harness.results list shows runs"
+        ) from None
     except (OSError, ValueError) as error:
         raise ResultsError(f"{path}: cannot be read: {error}") from None
     version = manifest.get("schema_version")

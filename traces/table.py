@@ -1,7 +1,8 @@
 """The one internal form of a trace: rows, shared roots, where it came from; its checks; Parquet in and out.
 
-A prompt is the first `keep_tokens` of the prefix's prompt followed by its output, then new tokens. The prefix is an earlier request or a root
-(a shared system prompt, never sent). Time comes from `arrival_s` or `after` alone. What is unknown is null.
+A prompt is the first `keep_tokens` of the prefix's prompt followed by its output, then new tokens. The prefix is an
+earlier request or a root (a shared system prompt, never sent). Time comes from `arrival_s` or `after` alone, never from
+the prefix. What is unknown is null. Nothing here makes tokens or sends anything.
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ REQUEST_SCHEMA = pa.schema(
 )
 ROOT_SCHEMA = pa.schema([("root_id", pa.string()), ("tokens", pa.int64()), ("scope", pa.string())])
 KINDS = ("main", "subagent", "singular")
+ORIGINS = ("synthetic", "public", "yours")
+MODES = ("baked", "emergent")
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +61,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class TraceRow:
-    """One request. Lengths in tokens, times in seconds. `arrival_s` or (`after`, `delay_s`, `delay_from`), never both."""
+    """One request. Lengths in tokens, times in seconds.
+
+    Either it is sent at `arrival_s`, or `delay_s` after the last of `after` has ended (or started: `delay_from`).
+    """
 
     request_id: str
     session_id: str
@@ -95,8 +101,11 @@ class Root:
 
 @dataclass(frozen=True, slots=True)
 class TraceMeta:
-    """Where a trace came from. `origin` is synthetic, public or yours; `mode` says whether its misses stand in the content (baked) or are left
-    to the cache under test (emergent)."""
+    """Where a trace came from. `origin` is synthetic, public or yours. `sha256` is of the file that was read.
+
+    `mode` says whether misses stand in the content (baked) or are left to the cache under test (emergent). `answers`
+    says whether answers come back in later prompts (reused | absent). `notes` holds what JSON can hold.
+    """
 
     name: str
     origin: str
@@ -118,7 +127,8 @@ class Trace:
 
 
 def validate(trace: Trace) -> None:
-    """Raises TraceError for the first row that breaks a rule, naming request, field and reason."""
+    """Raises TraceError for the first root or row that breaks a rule, naming it, its field and the reason."""
+    _check_head(trace)
     seen: dict[str, TraceRow] = {}
     turns: dict[str, int] = {}
     for index, row in enumerate(trace.rows):
@@ -134,7 +144,10 @@ def validate(trace: Trace) -> None:
             prefix = seen[row.prefix_id]
             limit = prefix.input_tokens + prefix.output_tokens
         else:
-            raise TraceError(where, "prefix_id", f"{row.prefix_id!r} is neither an earlier request nor a root")
+            raise TraceError(
+                where, "prefix_id", f"{row.prefix_id!r} is neither an earlier request nor a root",
+                "put a row after its prefix",
+            )  # fmt: skip
         if row.keep_tokens > limit:
             raise TraceError(where, "keep_tokens", f"{row.keep_tokens} exceed the prefix's {limit} tokens")
         for name in row.after:
@@ -144,6 +157,22 @@ def validate(trace: Trace) -> None:
             raise TraceError(where, "turn", f"{row.turn} does not come after {turns[row.session_id]}")
         turns[row.session_id] = row.turn
         seen[row.request_id] = row
+
+
+def _check_head(trace: Trace) -> None:
+    for field_name, value, known in (
+        ("origin", trace.meta.origin, ORIGINS),
+        ("mode", trace.meta.mode, MODES),
+        ("answers", trace.meta.answers, (None, "reused", "absent")),
+    ):
+        if value not in known:
+            raise TraceError(trace.meta.name, field_name, f"{value!r} is none of {', '.join(map(str, known))}")
+    for root_id, root in trace.roots.items():
+        where = f"{trace.meta.name}: root {root_id}"
+        if root.root_id != root_id:
+            raise TraceError(where, "root_id", f"stands under another name, {root.root_id!r}")
+        if root.tokens < 0:
+            raise TraceError(where, "tokens", f"must be 0 or more, got {root.tokens}")
 
 
 def _check_row(where: str, row: TraceRow) -> None:
@@ -165,35 +194,54 @@ def _check_row(where: str, row: TraceRow) -> None:
         raise TraceError(where, "delay_from", f"{row.delay_from!r} is neither end nor start")
     if row.delay_kind not in (None, "think", "tool", "none"):
         raise TraceError(where, "delay_kind", f"{row.delay_kind!r} is none of think, tool, none")
-    if row.segments is not None and sum(segment.tokens for segment in row.segments) != row.new_tokens:
-        raise TraceError(where, "segments", f"sum to other than the {row.new_tokens} new tokens")
+    if row.segments is not None:
+        lengths = [segment.tokens for segment in row.segments]
+        if min(lengths, default=0) < 0 or sum(lengths) != row.new_tokens:
+            raise TraceError(where, "segments", f"{lengths} are not parts of the {row.new_tokens} new tokens")
 
 
 def scale(trace: Trace, factor: float) -> Trace:
-    """Token counts times `factor`, so that hit ratios stay: cumulative positions (keep, input, input + output) are floored, new and
-    output are at least 1. Roots and prefixes shrink alike, so kept tokens stay within them. Raises TraceError unless 0 < factor <= 1."""
+    """Token counts times `factor`, so that hit ratios stay as they are.
+
+    Cumulative positions (keep, input, input + output) are floored; new and output are at least 1. Roots and prefixes
+    shrink alike, so that what is kept stays within them. Raises TraceError unless 0 < factor <= 1.
+    """
     if not 0 < factor <= 1:
         raise TraceError(trace.meta.name, "trace.scale", f"must be above 0 and at most 1, got {factor}")
     if factor == 1:
         return trace
     roots = {name: replace(root, tokens=int(root.tokens * factor)) for name, root in trace.roots.items()}
-    totals = {name: root.tokens for name, root in roots.items()}
     rows = []
     for row in trace.rows:
-        limit = totals.get(row.prefix_id or "", 0)
-        keep = min(int(row.keep_tokens * factor), limit)
+        keep = int(row.keep_tokens * factor)
         input_tokens = max(int(row.input_tokens * factor), keep + 1)
-        output_tokens = max(int((row.input_tokens + row.output_tokens) * factor) - input_tokens, 1)
-        totals[row.request_id] = input_tokens + output_tokens
-        observed = None if row.observed_cached_tokens is None else int(row.observed_cached_tokens * factor)
+        observed = row.observed_cached_tokens
         rows.append(
             replace(
-                row, keep_tokens=keep, input_tokens=input_tokens, output_tokens=output_tokens, segments=None,
-                observed_cached_tokens=observed,
+                row,
+                keep_tokens=keep,
+                input_tokens=input_tokens,
+                # Not less than the floored end: the next turn's floored keep must lie within it.
+                output_tokens=max(int((row.input_tokens + row.output_tokens) * factor) - input_tokens, 1),
+                segments=None if row.segments is None else _scaled(row, factor, keep, input_tokens),
+                observed_cached_tokens=None if observed is None else int(observed * factor),
             )
-        )  # fmt: skip
+        )
     notes = {**trace.meta.notes, "scale": factor * float(trace.meta.notes.get("scale", 1.0))}
     return Trace(tuple(rows), roots, replace(trace.meta, notes=notes))
+
+
+def _scaled(row: TraceRow, factor: float, keep: int, input_tokens: int) -> tuple[Segment, ...]:
+    """The row's segments with their ends floored; the last end is the new prompt's. Empty ones go."""
+    found, end, old_end = [], keep, row.keep_tokens
+    for index, segment in enumerate(row.segments or ()):
+        old_end += segment.tokens
+        is_last = index + 1 == len(row.segments or ())
+        new_end = input_tokens if is_last else min(int(old_end * factor), input_tokens)
+        if new_end > end:
+            found.append(replace(segment, tokens=new_end - end))
+            end = new_end
+    return tuple(found)
 
 
 def to_table(trace: Trace) -> pa.Table:
@@ -210,23 +258,33 @@ def to_table(trace: Trace) -> pa.Table:
 
 
 def write_parquet(trace: Trace, path: Path) -> None:
-    """One file: rows, with roots and origin in the schema's metadata."""
-    about = {"schema_version": SCHEMA_VERSION, "meta": asdict(trace.meta), "roots": [asdict(r) for r in trace.roots.values()]}
+    """One file: the rows, with roots and origin in the schema's metadata."""
+    about = {
+        "schema_version": SCHEMA_VERSION,
+        "meta": asdict(trace.meta),
+        "roots": [asdict(root) for root in trace.roots.values()],
+    }
     table = to_table(trace).replace_schema_metadata({b"trace": json.dumps(about, sort_keys=True).encode()})
     pq.write_table(table, path, compression="zstd")
 
 
 def read_parquet(path: Path) -> Trace:
-    """What `write_parquet` wrote. Raises TraceError for a file that is not one of ours."""
+    """What `write_parquet` wrote, checked. Raises TraceError for a file that is not one of ours or breaks a rule."""
     try:
         table = pq.read_table(path)
         about = json.loads(table.schema.metadata[b"trace"])
+        version = about["schema_version"]
+        roots = {item["root_id"]: Root(**item) for item in about["roots"]}
+        meta = TraceMeta(**about["meta"])
     except (OSError, pa.ArrowInvalid, KeyError, TypeError, ValueError) as error:
-        raise TraceError(str(path), "file", f"is no trace in Parquet: {error}") from None
-    if about["schema_version"] != SCHEMA_VERSION:
-        raise TraceError(str(path), "schema_version", f"{about['schema_version']} is not {SCHEMA_VERSION}")
-    roots = {item["root_id"]: Root(**item) for item in about["roots"]}
-    return Trace(tuple(_rows_of(table)), roots, TraceMeta(**about["meta"]))
+        raise TraceError(str(path), "file", f"is no trace in Parquet: {error!r}", "write it anew") from None
+    if version != SCHEMA_VERSION:
+        raise TraceError(str(path), "schema_version", f"{version} is not {SCHEMA_VERSION}", "write the trace anew")
+    if not table.schema.equals(REQUEST_SCHEMA, check_metadata=False):
+        raise TraceError(str(path), "schema", "has other columns or types than a trace", "write the trace anew")
+    trace = Trace(tuple(_rows_of(table)), roots, meta)
+    validate(trace)
+    return trace
 
 
 def _rows_of(table: pa.Table) -> Iterable[TraceRow]:

@@ -1,7 +1,7 @@
 """Frames over TCP: a msgspec header and raw KV behind it, between processes that share a run's secret.
 
-Never pickle. A peer that does not say the secret first gets nothing; a frame that is too long or does not decode closes its connection and
-is counted, and the process lives.
+Never pickle. A peer that does not say the secret first gets nothing; a frame that is too long or does not decode
+closes its connection and is counted, and the process lives.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Hello(msgspec.Struct, frozen=True):
 
 
 _encoder = msgspec.msgpack.Encoder()
-_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)  # type: ignore[arg-type]
+_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 _hello_decoder = msgspec.msgpack.Decoder(Hello)
 
 OnMessage = Callable[[str, AnyMessage, KVBytes | None], None]
@@ -114,7 +114,7 @@ class Connection(asyncio.BufferedProtocol):
         nbytes = 0 if payload is None else payload.nbytes
         self._transport.write(_LENGTHS.pack(len(header), nbytes) + header)
         if payload is not None:
-            self._transport.write(memoryview(payload))
+            self._transport.write(payload.data)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._channels.forget(self, str(exc) if exc else "closed by the peer")

@@ -1,10 +1,11 @@
-"""The whole engine on virtual time from one seed, with real (toy, float64) tokens, every token compared with the model run plainly.
+"""The whole engine on virtual time from one seed, with real (toy, float64) tokens, every token compared with the
+model run plainly.
 
     python -m engines.pdd.check --seeds 200          seeds 0..199
     python -m engines.pdd.check --seed 17            one seed, with its story
 
-A seed fixes cluster, policy, workload, message delays and aborts. After every event the books of every instance must add up; at the end
-every request has ended, nothing is held, and every token is right.
+A seed fixes cluster, policy, workload, message delays and aborts. After every event the books of every instance must
+add up; at the end every request has ended, nothing is held, and every token is right.
 """
 
 from __future__ import annotations
@@ -92,7 +93,11 @@ def random_cluster(rng: random.Random, policy: str) -> EngineSpec:
     instances += [instance("MD", i, "b") for i in range(rng.choice((1, 1, 2)))]
     rate_bps = rng.choice((2e6, 1e7, 2e8))
     line = LinkSpec(
-        name="line", rate_bps=rate_bps, rtt_s=rng.choice((0.0, 0.02)), flow_rate_bps=rate_bps / 2, lanes=rng.choice((1, 2, 8))
+        name="line",
+        rate_bps=rate_bps,
+        rtt_s=rng.choice((0.0, 0.02)),
+        flow_rate_bps=rate_bps / 2,
+        lanes=rng.choice((1, 2, 8)),
     )
     return EngineSpec(
         policy=policy,
@@ -109,7 +114,8 @@ def random_cluster(rng: random.Random, policy: str) -> EngineSpec:
 
 
 def random_workload(rng: random.Random, seed: int) -> list[Planned]:
-    """Requests with shared prefixes, lengths at page edges, repeats (full hits), follow-up prompts, and some that are aborted."""
+    """Requests with shared prefixes, lengths at page edges, repeats (full hits), follow-up prompts, and some that are
+    aborted."""
     roots = [_random_tokens(rng, rng.choice((0, 4, 8, 13))) for _ in range(3)]
     planned: list[Planned] = []
     prompts: list[TokenArray] = []
@@ -188,7 +194,8 @@ async def _one(engine: PddEngine, clock: Clock, plan: Planned) -> Completion | N
 
 
 def _compare(request: GenerateRequest, ids: Sequence[int], *, is_whole: bool) -> None:
-    """Every token must be the model's greedy choice after all before it: one plain pass over prompt and output shows it."""
+    """Every token must be the model's greedy choice after all before it: one plain pass over prompt and output shows
+    it."""
     if is_whole and len(ids) != request.max_tokens:
         raise CheckFailed(f"{request.request_id}: {len(ids)} tokens came, {request.max_tokens} were asked for")
     if not ids:
@@ -229,7 +236,8 @@ def _outcome(policy: str, workload: list[Planned], results: list[Completion | No
 
 @lru_cache(maxsize=4096)
 def plain_choices(prompt: bytes, output: tuple[int, ...]) -> tuple[int, ...]:
-    """The toy model run plainly, without any engine: its greedy choice after each token of `prompt` (int32 bytes) and `output`."""
+    """The toy model run plainly, without any engine: its greedy choice after each token of `prompt` (int32 bytes) and
+    `output`."""
     from engines.pdd.model.llama import plain_logits
 
     ids = [*np.frombuffer(prompt, dtype=np.int32).tolist(), *output]

@@ -20,8 +20,8 @@ class Started:
 
 
 class Cluster(Protocol):
-    """Instances and links, in processes or on virtual time. `on_message` takes what instances say to the router, `on_failure` a
-    sentence when the cluster cannot go on."""
+    """Instances and links, in processes or on virtual time. `on_message` takes what instances say to the router,
+    `on_failure` a sentence when the cluster cannot go on."""
 
     on_message: OnMessage
     on_failure: OnFailure

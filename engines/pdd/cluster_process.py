@@ -1,7 +1,8 @@
 """Every instance in a process of its own, the line through a gateway process, the router's side of it all.
 
-Whatever crosses sites goes through the gateway: KV on its own routes, so that the gateway's own count of them can be held against
-the plan. The router talks to each worker directly. Nothing survives this process: workers and gateway die with it.
+Whatever crosses sites goes through the gateway: KV on its own routes, so that the gateway's own count of them can be
+held against the plan. The router talks to each worker directly. Nothing survives this process: workers and gateway
+die with it.
 """
 
 from __future__ import annotations
@@ -96,7 +97,8 @@ class ProcessCluster:
         if not self._is_closing:
             self.on_failure(f"the connection to {peer} was lost: {reason}")
 
-    # --- start ----------------------------------------------------------------------------------------------------------
+    # --- start
+    # ----------------------------------------------------------------------------------------------------------
 
     async def start(self) -> Started:
         if self._spec.executor == "roofline":
@@ -183,7 +185,8 @@ class ProcessCluster:
         if not self._is_closing:
             self.on_failure(reason)
 
-    # --- while running --------------------------------------------------------------------------------------------------
+    # --- while running
+    # --------------------------------------------------------------------------------------------------
 
     def send(self, dst: str, message: AnyMessage) -> None:
         self._channels.send(dst, message)
@@ -220,7 +223,8 @@ async def _reap(process: asyncio.subprocess.Process) -> None:
 
 
 def child_environment() -> dict[str, str]:
-    """What a child process gets to see: this package's folder first on its path, one thread for numerics, no keys of the user's."""
+    """What a child process gets to see: this package's folder first on its path, one thread for numerics, no keys of
+    the user's."""
     root = str(Path(__file__).resolve().parents[2])
     kept = {name: value for name, value in os.environ.items() if name in _KEPT_VARIABLES}
     path = os.environ.get("PYTHONPATH", "")

@@ -1,7 +1,7 @@
 """All instances in this process, on virtual time: the same cores, with timers for steps and fluid links for bytes.
 
-A step's tokens are computed at the moment it ends. `delay` may add time to any message, per sender and receiver in order: with a
-seed it makes interleavings that no socket would show twice.
+A step's tokens are computed at the moment it ends. `delay` may add time to any message, per sender and receiver in
+order: with a seed it makes interleavings that no socket would show twice.
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ class VirtualCluster:
     async def start(self) -> Started:
         return Started(instances={name: {} for name in self.nodes})
 
-    # --- messages -------------------------------------------------------------------------------------------------------
+    # --- messages
+    # -------------------------------------------------------------------------------------------------------
 
     def send(self, dst: str, message: AnyMessage) -> None:
         self._pass(_Packet(ROUTER, dst, message))
@@ -163,7 +164,8 @@ class VirtualCluster:
         if self._after_event is not None:
             self._after_event(self)
 
-    # --- steps ----------------------------------------------------------------------------------------------------------
+    # --- steps
+    # ----------------------------------------------------------------------------------------------------------
 
     def _carry(self, name: str, node: _Node) -> None:
         for command in node.core.take_commands():
@@ -189,12 +191,11 @@ class VirtualCluster:
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
 
-    # --- the rest -------------------------------------------------------------------------------------------------------
+    # --- the rest
+    # -------------------------------------------------------------------------------------------------------
 
     async def shape(self, *, is_shaped: bool) -> None:
-        self._line_spec = (
-            self._spec.line if is_shaped else self._spec.line.unshaped()
-        )
+        self._line_spec = self._spec.line if is_shaped else self._spec.line.unshaped()
         for wire in self._wires.values():
             if wire.name == "line":
                 wire.link.set_spec(self._now_s(), self._line_spec)
@@ -212,6 +213,7 @@ class VirtualCluster:
                     "bytes_total": wire.link.bytes_sent,
                     "kv_bytes": wire.kv_bytes,
                     "configured_rate_bps": spec.rate_bps,
+                    "configured_flow_rate_bps": spec.flow_rate_bps,
                     "busy_ns": round(wire.link.busy_s * 1e9),
                 }
             )
@@ -229,4 +231,3 @@ class VirtualCluster:
         """Raises where any instance's pages, tree and legs disagree."""
         for node in self.nodes.values():
             node.core.check_integrity()
-

@@ -14,7 +14,8 @@ ExecutorKind = Literal["paced", "unpaced", "roofline"]
 
 @dataclass(frozen=True, slots=True)
 class ModelSpec:
-    """A Llama-style transformer (RMSNorm, RoPE, GQA, SwiGLU, tied embeddings). Lengths in tokens, widths in elements."""
+    """A Llama-style transformer (RMSNorm, RoPE, GQA, SwiGLU, tied embeddings). Lengths in tokens, widths in
+    elements."""
 
     name: str = "tiny-1m"
     vocab_size: int = 1024
@@ -44,9 +45,10 @@ class ModelSpec:
 class StepTiming:
     """The modelled duration of one fused step, in seconds: base_s + max(compute, memory).
 
-    compute = prefill_token_s * T + attention_s * sum(n_i * (start_i + n_i / 2)) over items of more than one token, T tokens in all;
-    memory = weights_s (every step reads the weights once) + kv_read_s * sum of starts of the items of one token. The form
-    is the roofline's: an extend of some tokens hides under the weights, a small chunk costs as much as they do.
+    compute = prefill_token_s * T + attention_s * sum(n_i * (start_i + n_i / 2)) over items of more than one token, T
+    tokens in all; memory = weights_s (every step reads the weights once) + kv_read_s * sum of starts of the items of
+    one token. The form is the roofline's: an extend of some tokens hides under the weights, a small chunk costs as
+    much as they do.
     """
 
     base_s: float = 0.002
@@ -58,7 +60,8 @@ class StepTiming:
 
 @dataclass(frozen=True, slots=True)
 class InstanceSpec:
-    """One instance. `max_step_tokens` bounds the tokens of a fused step, `prefill_chunk_tokens` one prompt's part of it."""
+    """One instance. `max_step_tokens` bounds the tokens of a fused step, `prefill_chunk_tokens` one prompt's part of
+    it."""
 
     name: str
     role: Role
@@ -72,8 +75,8 @@ class InstanceSpec:
 
 @dataclass(frozen=True, slots=True)
 class DeciderSpec:
-    """When the relay is taken: the expected time until MD holds the prompt exceeds `relay_threshold_s` and some RLD holds fewer
-    than `relay_max_seqs` requests and has the pages."""
+    """When the relay is taken: the expected time until MD holds the prompt exceeds `relay_threshold_s` and some RLD
+    holds fewer than `relay_max_seqs` requests and has the pages."""
 
     relay_threshold_s: float = 0.05
     relay_max_seqs: int = 16

@@ -19,10 +19,11 @@ class LineView:
     outstanding: dict[str, int] = field(default_factory=dict)
 
     def expected_transfer_s(self, nbytes: int) -> float:
-        """When `nbytes` more would have arrived: the queue for a lane, then the bytes at the flow's fair share, and half a round trip.
+        """When `nbytes` more would have arrived: the queue for a lane, then the bytes at the flow's fair share, and
+        half a round trip.
 
-        All lanes taken means that bytes worth the shortest waiting transfer must leave first: outstanding / rate is an upper
-        bound of that wait, and the bound is used.
+        All lanes taken means that bytes worth the shortest waiting transfer must leave first: outstanding / rate is
+        an upper bound of that wait, and the bound is used.
         """
         num_active = len(self.outstanding)
         delay_s = self.spec.rtt_s / 2
@@ -42,8 +43,8 @@ class LineView:
 
 
 def decide(spec: DeciderSpec, line: LineView, uncached_bytes: int, num_relayed: int) -> Pipeline:
-    """Relay when MD would hold the prompt later than the threshold after P and an RLD with fewer than `relay_max_seqs` requests exists
-    (`num_relayed`: the least loaded one's). Never waits for a full RLD."""
+    """Relay when MD would hold the prompt later than the threshold after P and an RLD with fewer than
+    `relay_max_seqs` requests exists (`num_relayed`: the least loaded one's). Never waits for a full RLD."""
     if num_relayed >= spec.relay_max_seqs:
         return "p-md"
     return "p-rld-md" if line.expected_transfer_s(uncached_bytes) > spec.relay_threshold_s else "p-md"

@@ -1,4 +1,5 @@
-"""The PDD engine as the harness sees it: the router's core, the cluster that carries its messages, and the clients' streams."""
+"""The PDD engine as the harness sees it: the router's core, the cluster that carries its messages, and the clients'
+streams."""
 
 from __future__ import annotations
 
@@ -37,7 +38,8 @@ class _Client:
 
 
 class PddEngine:
-    """Implements engines.base.Engine on both clocks. `run_dir` takes the workers' logs; `base_port` 0 lets the system choose."""
+    """Implements engines.base.Engine on both clocks. `run_dir` takes the workers' logs; `base_port` 0 lets the system
+    choose."""
 
     def __init__(
         self, spec: EngineSpec, clock: Clock, run_dir: Path | None = None, *, base_port: int = 0,
@@ -75,7 +77,12 @@ class PddEngine:
             roles={spec.name: spec.role for spec in self.spec.instances},
             capabilities=frozenset({"token_ids", "cached_tokens", "abort", "stages"}),
             instances={
-                spec.name: {"role": spec.role, "site": spec.site, "pages": spec.num_pages, **started.instances[spec.name]}
+                spec.name: {
+                    "role": spec.role,
+                    "site": spec.site,
+                    "pages": spec.num_pages,
+                    **started.instances[spec.name],
+                }
                 for spec in self.spec.instances
             },
             versions=_versions(),
@@ -134,7 +141,8 @@ class PddEngine:
             if not client.future.done():
                 client.future.set_exception(RequestFailed(reason))
 
-    # --- counters -------------------------------------------------------------------------------------------------------
+    # --- counters
+    # -------------------------------------------------------------------------------------------------------
 
     async def report(self) -> EngineReport:
         """Counters of all instances and links now; raises EngineError when an instance does not answer in time."""

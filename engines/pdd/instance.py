@@ -1,12 +1,12 @@
 """One P, RLD, MD or mixed instance: scheduler, KV cache and transfers behind one synchronous door.
 
-It takes a message or the end of a step and `now`, changes its state, and leaves commands for a driver: send this, run that step. No
-`await`, no socket, no clock. All roles are this one class: a role is only what the router asks of it.
+It takes a message or the end of a step and `now`, changes its state, and leaves commands for a driver: send this, run
+that step. No `await`, no socket, no clock. All roles are this one class: a role is only what the router asks of it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from engines.pdd.config import EngineSpec, InstanceSpec
@@ -15,7 +15,6 @@ from engines.pdd.kv_cache import KVCache
 from engines.pdd.leg import Leg, LegKind, prompt_of
 from engines.pdd.messages import (
     AnyMessage,
-    Ask,
     AskStats,
     Begin,
     Cancel,
@@ -84,21 +83,39 @@ class Instance:
         self._step: list[Work] = []
         self._released: list[str] = []
         self.counters = dict.fromkeys(("steps", "late_frames", "stale_messages", "aborted", "refused"), 0)
-        self._handlers: dict[type, Callable[[int, str, object, KVBytes | None], None]] = {
-            Reserve: self._on_reserve, Begin: self._on_begin, Prefill: self._on_prefill, Serve: self._on_serve,
-            Stop: self._on_stop, Cancel: self._on_cancel, AskStats: self._on_ask_stats, KVFrame: self._on_kv,
-            KVApplied: self._on_applied, Ready: self._on_ready, Seal: self._on_seal, Commit: self._on_commit,
-        }  # type: ignore[dict-item]  # fmt: skip
 
-    # --- the door -------------------------------------------------------------------------------------------------------
+    # --- the door
+    # -------------------------------------------------------------------------------------------------------
 
     def handle(self, now_ns: int, src: str, message: AnyMessage, payload: KVBytes | None = None) -> None:
         """Take one message. An unknown kind or a stale epoch is dropped and counted."""
-        handler = self._handlers.get(type(message))
-        if handler is None:
-            self.counters["stale_messages"] += 1
-            return
-        handler(now_ns, src, message, payload)
+        match message:
+            case Reserve():
+                self._on_reserve(now_ns, message)
+            case Begin():
+                self._on_begin(now_ns, message)
+            case Prefill():
+                self._on_prefill(now_ns, message)
+            case Serve():
+                self._on_serve(now_ns, message)
+            case Stop():
+                self._on_stop(now_ns, message)
+            case Cancel():
+                self._on_stop(now_ns, Stop(r=message.r, e=message.e, is_abort=True))
+            case KVFrame():
+                self._on_kv(now_ns, src, message, payload)
+            case KVApplied():
+                self._on_applied(message)
+            case Ready():
+                self._on_ready(now_ns, src, message)
+            case Seal():
+                self._on_seal(now_ns, message)
+            case Commit():
+                self._on_commit(now_ns, message)
+            case AskStats():
+                self._tell_stats(src, message)
+            case _:
+                self.counters["stale_messages"] += 1
         self._pump(now_ns)
 
     def step_done(self, now_ns: int, tokens: Sequence[int | None]) -> None:
@@ -117,7 +134,8 @@ class Instance:
     def is_idle(self) -> bool:
         return not self.legs and not self._step
 
-    # --- admission ------------------------------------------------------------------------------------------------------
+    # --- admission
+    # ------------------------------------------------------------------------------------------------------
 
     def _open(self, now_ns: int, message: Reserve | Prefill | Serve, kind: LegKind) -> Leg | None:
         """A new leg, or None: it is known already, or refused for good (too long for the model or the pool)."""
@@ -170,7 +188,7 @@ class Instance:
             )  # fmt: skip
             leg.events.clear()
 
-    def _on_reserve(self, now_ns: int, _src: str, message: Reserve, _: KVBytes | None) -> None:
+    def _on_reserve(self, now_ns: int, message: Reserve) -> None:
         leg = self._open(now_ns, message, LegKind.RELAY if message.is_relay else LegKind.MAIN)
         if leg is None:
             return
@@ -181,20 +199,21 @@ class Instance:
             del self.legs[leg.r]
             self._refuse(leg.r, leg.e, "no pages now", is_final=False)
 
-    def _on_prefill(self, now_ns: int, _src: str, message: Prefill, _: KVBytes | None) -> None:
+    def _on_prefill(self, now_ns: int, message: Prefill) -> None:
         leg = self._open(now_ns, message, LegKind.PREFILL)
         if leg is not None:
             self.scheduler.waiting.append(leg)
             self.sender.open(leg.r, message.targets, leg.num_prompt)
             leg.may_run = True
 
-    def _on_serve(self, now_ns: int, _src: str, message: Serve, _: KVBytes | None) -> None:
+    def _on_serve(self, now_ns: int, message: Serve) -> None:
         leg = self._open(now_ns, message, LegKind.MIXED)
         if leg is not None:
             self.scheduler.waiting.append(leg)
             leg.may_run = True
 
-    # --- steps ----------------------------------------------------------------------------------------------------------
+    # --- steps
+    # ----------------------------------------------------------------------------------------------------------
 
     def _pump(self, now_ns: int) -> None:
         """Whatever can go on now: reservations, the next step, frames."""
@@ -206,9 +225,7 @@ class Instance:
                     work.leg.is_in_step = True
                     if work.leg.step_start_ns is None:
                         work.leg.step_start_ns = now_ns
-                self._commands.append(
-                    RunStep(tuple(work.item() for work in self._step), tuple(self._released))
-                )
+                self._commands.append(RunStep(tuple(work.item() for work in self._step), tuple(self._released)))
                 self._released.clear()
         for frame in self.sender.pump(now_ns):
             leg = self.legs[frame.r]
@@ -251,7 +268,8 @@ class Instance:
         self._send(ROUTER, Tokens(r=leg.r, e=leg.e, index=index, ids=ids, source=leg.kind.value, time_ns=now_ns))
 
     def _prefilled(self, leg: Leg, *, has_ended: bool) -> None:
-        """A chunk of P's is done: what it computed may be sent; after the last the leg stays until all is acknowledged."""
+        """A chunk of P's is done: what it computed may be sent; after the last the leg stays until all is
+        acknowledged."""
         self.sender.make_available(leg.r, leg.num_computed)
         if has_ended:
             leg.may_run = False
@@ -270,11 +288,14 @@ class Instance:
         )  # fmt: skip
         leg.events.clear()
 
-    # --- receiving ------------------------------------------------------------------------------------------------------
+    # --- receiving
+    # ------------------------------------------------------------------------------------------------------
 
     def _on_kv(self, now_ns: int, src: str, message: KVFrame, payload: KVBytes | None) -> None:
         leg = self._leg(message.r, message.e)
-        applied = KVApplied(r=message.r, e=message.e, node=self.name, start=message.start, stop=message.stop, is_gone=leg is None)
+        applied = KVApplied(
+            r=message.r, e=message.e, node=self.name, start=message.start, stop=message.stop, is_gone=leg is None
+        )
         if leg is None:
             self.counters["late_frames"] += 1
             self._send(src, applied)
@@ -309,7 +330,7 @@ class Instance:
             events=tuple(leg.events),
         )  # fmt: skip
 
-    def _on_begin(self, now_ns: int, _src: str, message: Begin, _: KVBytes | None) -> None:
+    def _on_begin(self, now_ns: int, message: Begin) -> None:
         leg = self._leg(message.r, message.e)
         if leg is not None and not leg.has_begun:
             leg.has_begun = True
@@ -317,7 +338,8 @@ class Instance:
             self._start_main(now_ns, leg)
 
     def _start_main(self, now_ns: int, leg: Leg) -> None:
-        """MD knows the pipeline and holds the prompt: decode, ask RLD to seal, or end at once what has ended meanwhile."""
+        """MD knows the pipeline and holds the prompt: decode, ask RLD to seal, or end at once what has ended
+        meanwhile."""
         if not (leg.has_begun and leg.holds_prompt):
             return
         if leg.ending is not None:
@@ -335,7 +357,7 @@ class Instance:
         self.scheduler.running.append(leg)
         self._emit(now_ns, leg, 0)
 
-    def _on_applied(self, now_ns: int, _src: str, message: KVApplied, _: KVBytes | None) -> None:
+    def _on_applied(self, message: KVApplied) -> None:
         leg = self._leg(message.r, message.e)
         is_all_sent = self.sender.on_applied(
             message.r, message.node, message.start, message.stop, is_gone=message.is_gone
@@ -343,9 +365,10 @@ class Instance:
         if leg is not None and leg.kind is LegKind.PREFILL and is_all_sent and not leg.may_run:
             self._close(leg)
 
-    # --- the handoff ----------------------------------------------------------------------------------------------------
+    # --- the handoff
+    # ----------------------------------------------------------------------------------------------------
 
-    def _on_ready(self, now_ns: int, src: str, message: Ready, _: KVBytes | None) -> None:
+    def _on_ready(self, now_ns: int, src: str, message: Ready) -> None:
         leg = self._leg(message.r, message.e)
         if leg is None or leg.kind is not LegKind.RELAY or leg.seal_to is not None:
             self.counters["stale_messages"] += 1
@@ -363,7 +386,7 @@ class Instance:
         self._send(leg.seal_to, seal)
         self._send(ROUTER, seal)
 
-    def _on_seal(self, now_ns: int, _src: str, message: Seal, _: KVBytes | None) -> None:
+    def _on_seal(self, now_ns: int, message: Seal) -> None:
         leg = self._leg(message.r, message.e)
         if leg is None or leg.ending is not None or leg.output or not leg.holds_prompt:
             self.counters["stale_messages"] += 1
@@ -381,14 +404,15 @@ class Instance:
             leg.may_run = True
             self.scheduler.running.append(leg)
 
-    def _on_commit(self, now_ns: int, _src: str, message: Commit, _: KVBytes | None) -> None:
+    def _on_commit(self, now_ns: int, message: Commit) -> None:
         leg = self._leg(message.r, message.e)
         if leg is not None and leg.kind is LegKind.RELAY and leg.is_sealed:
             self._finish(now_ns, leg)
 
-    # --- endings --------------------------------------------------------------------------------------------------------
+    # --- endings
+    # --------------------------------------------------------------------------------------------------------
 
-    def _on_stop(self, now_ns: int, _src: str, message: Stop, _: KVBytes | None) -> None:
+    def _on_stop(self, now_ns: int, message: Stop) -> None:
         leg = self._leg(message.r, message.e)
         if leg is None:
             self.counters["stale_messages"] += 1
@@ -403,9 +427,6 @@ class Instance:
                 self._finish(now_ns, leg)
         elif leg.kind is LegKind.MIXED or leg.holds_prompt:
             self._conclude(now_ns, leg)
-
-    def _on_cancel(self, now_ns: int, _src: str, message: Cancel, _: KVBytes | None) -> None:
-        self._on_stop(now_ns, _src, Stop(r=message.r, e=message.e, is_abort=True), None)
 
     def _conclude(self, now_ns: int, leg: Leg) -> None:
         """The output is final: run what the cache still lacks of it, keep all, free."""
@@ -439,9 +460,10 @@ class Instance:
         self._released.append(leg.r)
         del self.legs[leg.r]
 
-    # --- the rest -------------------------------------------------------------------------------------------------------
+    # --- the rest
+    # -------------------------------------------------------------------------------------------------------
 
-    def _on_ask_stats(self, _now_ns: int, src: str, message: AskStats, _: KVBytes | None) -> None:
+    def _tell_stats(self, src: str, message: AskStats) -> None:
         values = {
             **self.counters,
             "pages_total": self.spec.num_pages,

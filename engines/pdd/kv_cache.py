@@ -1,6 +1,7 @@
 """An instance's KV: the page pool and the radix cache as one thing that admits, keeps and frees legs.
 
-It records every look-up and every insert with a number that counts up: this order alone fixes what hits should have been.
+It records every look-up and every insert with a number that counts up: this order alone fixes what hits should have
+been.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from traces.prompts import page_keys
 
 
 class KVCache:
-    """Pages and kept prefixes of instance `name`. Without `is_keeping` nothing is matched and nothing kept (RLD, DRC off)."""
+    """Pages and kept prefixes of instance `name`. Without `is_keeping` nothing is matched and nothing kept (RLD, DRC
+    off)."""
 
     def __init__(self, name: str, num_pages: int, page_size: int, *, is_keeping: bool) -> None:
         self.name = name
@@ -31,7 +33,8 @@ class KVCache:
         return self.pool.pages_for(num_tokens) <= self.pool.num_pages
 
     def admit(self, leg: Leg, num_tokens: int) -> bool:
-        """Match the prompt, lock what is kept, take pages for `num_tokens` tokens in all. False: no room now, nothing changed."""
+        """Match the prompt, lock what is kept, take pages for `num_tokens` tokens in all. False: no room now, nothing
+        changed."""
         matched, node = self.tree.match(leg.keys, leg.num_prompt - 1) if self.is_keeping else ([], None)
         self.tree.lock(node)
         missing = self.pool.pages_for(num_tokens) - len(matched)

@@ -1,7 +1,7 @@
 """Pages of KV and who owns them.
 
-A page is owned by requests, by tree nodes and by writes in flight, and is free when the last lets go. The pool counts owners; it
-never looks inside a page and never decides who must go.
+A page is owned by requests, by tree nodes and by writes in flight, and is free when the last lets go. The pool counts
+owners; it never looks inside a page and never decides who must go.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ class PagePool:
         return -(-num_tokens // self.page_size)
 
     def alloc(self, count: int, owner: str) -> list[int]:
-        """Take `count` free pages for `owner`; raises ValueError when there are fewer (callers ask `num_free` first)."""
+        """Take `count` free pages for `owner`; raises ValueError when there are fewer (callers ask `num_free`
+        first)."""
         if count > len(self._free):
             raise ValueError(f"{owner} asks for {count} pages, {len(self._free)} are free")
         pages = [self._free.pop() for _ in range(count)]
@@ -98,6 +99,4 @@ class PagePool:
                 )
         owned = sum(1 for count in self._refs if count)
         if owned + len(self._free) != self.num_pages or len(set(self._free)) != len(self._free):
-            raise PoolIntegrityError(
-                f"{owned} owned + {len(self._free)} free pages != {self.num_pages}"
-            )
+            raise PoolIntegrityError(f"{owned} owned + {len(self._free)} free pages != {self.num_pages}")

@@ -1,8 +1,8 @@
 """One request at one instance: plain integers and lists, changed by the instance alone.
 
-    positions   0 ............ num_computed ......... len(prompt) + len(output)
-                |-- KV in pages --|-- tokens known, KV to be made --|
-    pages       owned by this leg (its request's name) from admission to close; matched ones are shared with the tree
+positions   0 ............ num_computed ......... len(prompt) + len(output)
+            |-- KV in pages --|-- tokens known, KV to be made --|
+pages       owned by this leg (its request's name) from admission to close; matched ones are shared with the tree
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class LegKind(Enum):
 
 @dataclass(slots=True, eq=False)
 class Leg:
-    """`output` holds T[0..): for P the one token that it sampled. `may_run` lets the scheduler take it; `is_concluding` runs what is
-    known for the cache's sake and samples nothing."""
+    """`output` holds T[0..): for P the one token that it sampled. `may_run` lets the scheduler take it;
+    `is_concluding` runs what is known for the cache's sake and samples nothing."""
 
     r: str
     e: int

@@ -1,7 +1,7 @@
 """What instances and the router say to each other, and nothing else goes over a socket.
 
-Every message names its request `r` and epoch `e`; what an older epoch says is dropped. T[0] is P's token, T[i] later ones. Each may
-arrive twice: receivers look at positions and indexes, never at how often something came.
+Every message names its request `r` and epoch `e`; what an older epoch says is dropped. T[0] is P's token, T[i] later
+ones. Each may arrive twice: receivers look at positions and indexes, never at how often something came.
 """
 
 from __future__ import annotations
@@ -49,19 +49,21 @@ class Target(msgspec.Struct, frozen=True):
     link: str
 
 
-# --- router to instances ------------------------------------------------------------------------------------------------
+# --- router to instances
+# ------------------------------------------------------------------------------------------------
 
 
 class Reserve(Message, tag="reserve"):
-    """Match the prompt, lock what is kept, admit the rest; decode once the KV is there. `is_relay`: no cache, starts at once with
-    P's token and hands over when MD is ready. `waits_for_seal`: MD under a relay."""
+    """Match the prompt, lock what is kept, admit the rest; decode once the KV is there. `is_relay`: no cache, starts
+    at once with P's token and hands over when MD is ready. `waits_for_seal`: MD under a relay."""
 
     ask: Ask
     is_relay: bool = False
 
 
 class Begin(Message, tag="begin"):
-    """To MD: the pipeline is decided. With `relay` named MD waits for that RLD's SEAL, else it owns the output from T[0]."""
+    """To MD: the pipeline is decided. With `relay` named MD waits for that RLD's SEAL, else it owns the output from
+    T[0]."""
 
     relay: str | None = None
 
@@ -96,7 +98,8 @@ class AskStats(msgspec.Struct, tag_field="t", tag="ask_stats", frozen=True):
     number: int
 
 
-# --- instances to the router --------------------------------------------------------------------------------------------
+# --- instances to the router
+# --------------------------------------------------------------------------------------------
 
 
 class Reserved(Message, tag="reserved"):
@@ -160,11 +163,13 @@ class Stats(msgspec.Struct, tag_field="t", tag="stats", frozen=True):
     values: dict[str, int]
 
 
-# --- P to RLD and MD, and back ------------------------------------------------------------------------------------------
+# --- P to RLD and MD, and back
+# ------------------------------------------------------------------------------------------
 
 
 class KVFrame(Message, tag="kv"):
-    """KV of the absolute positions [start, stop); the payload follows the header. The last frame of a prompt carries T[0]."""
+    """KV of the absolute positions [start, stop); the payload follows the header. The last frame of a prompt carries
+    T[0]."""
 
     start: int
     stop: int
@@ -182,7 +187,8 @@ class KVApplied(Message, tag="applied"):
     is_gone: bool = False
 
 
-# --- the handoff, MD, RLD and router ------------------------------------------------------------------------------------
+# --- the handoff, MD, RLD and router
+# ------------------------------------------------------------------------------------
 
 
 class Ready(Message, tag="ready"):
@@ -196,7 +202,8 @@ class Ready(Message, tag="ready"):
 
 
 class Seal(Message, tag="seal"):
-    """RLD stopped at `num_tokens` tokens; `ids` are T[start..num_tokens). Its KV stays until COMMIT. num_tokens 0: it never began."""
+    """RLD stopped at `num_tokens` tokens; `ids` are T[start..num_tokens). Its KV stays until COMMIT. num_tokens 0: it
+    never began."""
 
     start: int
     ids: tuple[int, ...]

@@ -1,6 +1,7 @@
 """Which instance of a role serves a request: prefix hit against load, scored per request.
 
-The router keeps a guess of what each instance's cache holds; the instance's own match is the truth and is what gets reported.
+The router keeps a guess of what each instance's cache holds; the instance's own match is the truth and is what gets
+reported.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ class Placement:
         self.load: dict[str, int] = dict.fromkeys(capacity_pages, 0)
 
     def choose(self, keys: Sequence[bytes]) -> str:
-        """Highest hit share - LOAD_WEIGHT * load / mean load; ties go to the first name. Affinity is never switched off for all."""
+        """Highest hit share - LOAD_WEIGHT * load / mean load; ties go to the first name. Affinity is never switched
+        off for all."""
         if len(self.load) == 1:
             return next(iter(self.load))
         mean = max(1.0, sum(self.load.values()) / len(self.load))

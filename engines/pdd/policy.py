@@ -1,4 +1,5 @@
-"""What each policy allows: a few lines over the same parts, so that a difference in results is a difference in policy."""
+"""What each policy allows: a few lines over the same parts, so that a difference in results is a difference in
+policy."""
 
 from __future__ import annotations
 
@@ -50,5 +51,7 @@ def arranged(spec: EngineSpec) -> tuple[Policy, EngineSpec]:
     needed = {"MIXED"} if policy.is_colocated else {"P", "MD"} | ({"RLD"} if policy.has_relay else set())
     missing = needed - {instance.role for instance in instances}
     if missing:
-        raise UserError(f"cluster.instances: policy {policy.name} needs an instance of role {', '.join(sorted(missing))}")
+        raise UserError(
+            f"cluster.instances: policy {policy.name} needs an instance of role {', '.join(sorted(missing))}"
+        )
     return policy, replace(spec, instances=instances)

@@ -1,7 +1,7 @@
 """Which prefixes' KV is kept: match, insert, lock, evict, over chained page keys.
 
-A key names a page of tokens and all that stands before it, so a dictionary of keys is the tree: a node's parent is the page
-before. Only full pages are kept. Leaves go first, least recently used; a locked node protects all before it.
+A key names a page of tokens and all that stands before it, so a dictionary of keys is the tree: a node's parent is
+the page before. Only full pages are kept. Leaves go first, least recently used; a locked node protects all before it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ class RadixCache:
         return len(self._nodes) - self._num_protected
 
     def match(self, keys: Sequence[bytes], max_tokens: int) -> tuple[list[int], Node | None]:
-        """The pages of the longest kept prefix of `keys`, at most floor(max_tokens / page_size) of them, and its last node.
+        """The pages of the longest kept prefix of `keys`, at most floor(max_tokens / page_size) of them, and its last
+        node.
 
         Callers pass prompt length - 1: at least one token is left to compute, or there would be no logits.
         """
@@ -64,9 +65,9 @@ class RadixCache:
         return pages, last
 
     def insert(self, keys: Sequence[bytes], pages: Sequence[int]) -> Node | None:
-        """Keep `pages` under `keys`; the last one's node. A page whose key is kept already stays with its request alone (the canonical
-        page is the one in the tree, and later matches get that one). A request that goes on owning its pages locks the node, so
-        that what counts as evictable is owned by the tree alone."""
+        """Keep `pages` under `keys`; the last one's node. A page whose key is kept already stays with its request
+        alone (the canonical page is the one in the tree, and later matches get that one). A request that goes on
+        owning its pages locks the node, so that what counts as evictable is owned by the tree alone."""
         self._tick += 1
         parent: Node | None = None
         for key, page in zip(keys, pages, strict=True):
@@ -136,7 +137,8 @@ class RadixCache:
         return [node.page for node in self._nodes.values()]
 
     def check_integrity(self) -> None:
-        """Walk the tree: parents alive, children counted, locks no smaller than the children's, protected pages counted."""
+        """Walk the tree: parents alive, children counted, locks no smaller than the children's, protected pages
+        counted."""
         children: dict[int, int] = {}
         for node in self._nodes.values():
             if node.parent is not None:

@@ -1,7 +1,7 @@
 """A request's legs, placement, cancellation, and the one owner of its output stream.
 
-Synchronous, like an instance: messages in, commands out. It passes on each output index once, in order, applies the stop rules in one
-place, and tells all legs when a request ends.
+Synchronous, like an instance: messages in, commands out. It passes on each output index once, in order, applies the
+stop rules in one place, and tells all legs when a request ends.
 """
 
 from __future__ import annotations
@@ -116,7 +116,8 @@ class Router:
         commands, self._commands = self._commands, []
         return commands
 
-    # --- from the client ------------------------------------------------------------------------------------------------
+    # --- from the client
+    # ------------------------------------------------------------------------------------------------
 
     def submit(self, now_ns: int, request: GenerateRequest) -> None:
         """Begin a request; raises ValueError when its id is in use."""
@@ -151,7 +152,8 @@ class Router:
             self._send(flight.p, Cancel(r=r))
         self._forget_if_done(flight)
 
-    # --- from instances -------------------------------------------------------------------------------------------------
+    # --- from instances
+    # -------------------------------------------------------------------------------------------------
 
     def handle(self, now_ns: int, message: AnyMessage) -> None:
         """Take one message; what speaks of a request that is gone is dropped and counted."""
@@ -256,11 +258,12 @@ class Router:
         self.line.outstanding.pop(message.r, None)
         self._note_events(flight, message.events)
 
-    # --- the stream -----------------------------------------------------------------------------------------------------
+    # --- the stream
+    # -----------------------------------------------------------------------------------------------------
 
     def _accept(self, flight: Flight, index: int, ids: tuple[int, ...], source: str) -> None:
-        """Take tokens T[index..] from whoever says them; each index goes on once, in order. Greedy or seeded by position, RLD and MD
-        would say the same, so the first to say an index is as good as any."""
+        """Take tokens T[index..] from whoever says them; each index goes on once, in order. Greedy or seeded by
+        position, RLD and MD would say the same, so the first to say an index is as good as any."""
         if flight.finish_reason is not None:
             return
         for offset, token in enumerate(ids):
@@ -322,7 +325,8 @@ class Router:
         spec: InstanceSpec | None = self._instances.get(name or "")
         return None if spec is None else spec.site
 
-    # --- books ----------------------------------------------------------------------------------------------------------
+    # --- books
+    # ----------------------------------------------------------------------------------------------------------
 
     def _link(self, flight: Flight) -> str:
         """The link between P and this request's MD."""

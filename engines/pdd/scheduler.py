@@ -1,7 +1,7 @@
 """Continuous batching: which legs run in the next step, and how many tokens of each.
 
-One fused step holds every decode and extend that can run, then prompt chunks in order of arrival. No prompt takes more than a chunk,
-so short prompts pass beside a long one.
+One fused step holds every decode and extend that can run, then prompt chunks in order of arrival. No prompt takes
+more than a chunk, so short prompts pass beside a long one.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class Work:
 
 
 class Scheduler:
-    """Keeps the order of legs. `waiting` prompts are admitted when a step has room for their first chunk, so that they match the cache as
-    late as can be; `running` legs have their pages."""
+    """Keeps the order of legs. `waiting` prompts are admitted when a step has room for their first chunk, so that
+    they match the cache as late as can be; `running` legs have their pages."""
 
     def __init__(self, spec: InstanceSpec) -> None:
         self._spec = spec

@@ -1,7 +1,7 @@
 """P's side of KV transfers: what to send next, on which lane. It reads no bytes and opens no socket.
 
-A transfer goes to one instance, by absolute position, and keeps one lane (one connection of a fixed pool) from its first frame until its
-last is acknowledged. Frames in flight are bounded. What is not yet computed is not yet sent.
+A transfer goes to one instance, by absolute position, and keeps one lane (one connection of a fixed pool) from its
+first frame until its last is acknowledged. Frames in flight are bounded. What is not yet computed is not yet sent.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ class Frame:
 
 @dataclass(slots=True)
 class Transfer:
-    """[target.start, length) of one request to one instance. Positions below `available` are computed, below `sent` are sent."""
+    """[target.start, length) of one request to one instance. Positions below `available` are computed, below `sent`
+    are sent."""
 
     r: str
     target: Target
@@ -94,7 +95,8 @@ class KVSender:
             )
 
     def on_applied(self, r: str, node: str, start: int, stop: int, *, is_gone: bool) -> bool:
-        """A frame was applied (or its leg is gone: the transfer ends). Whether request `r` has nothing left to send anywhere."""
+        """A frame was applied (or its leg is gone: the transfer ends). Whether request `r` has nothing left to send
+        anywhere."""
         transfer = self._transfers.get((r, node))
         if transfer is not None:
             transfer.in_flight.discard((start, stop))

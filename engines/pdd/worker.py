@@ -1,7 +1,8 @@
 """One instance in a process of its own: `python -m engines.pdd.worker`.
 
-The event loop owns the core and the sockets; one thread runs the steps. The parent writes a JSON line with the configuration to
-stdin, later one with the peers' addresses; the worker answers each with a JSON line on stdout, and ends when stdin closes.
+The event loop owns the core and the sockets; one thread runs the steps. The parent writes a JSON line with the
+configuration to stdin, later one with the peers' addresses; the worker answers each with a JSON line on stdout, and
+ends when stdin closes.
 """
 
 from __future__ import annotations
@@ -30,7 +31,8 @@ from engines.pdd.executor.base import Executor, KVBytes
 from engines.pdd.instance import Instance, RunStep, Send
 from engines.pdd.messages import AnyMessage, Stats
 
-# A step that follows the last one within this time counts as back to back: the gap is the driver's own and is taken off.
+# A step that follows the last one within this time counts as back to back: the gap is the driver's own and is taken
+# off.
 BACK_TO_BACK_NS = 3_000_000
 
 
@@ -108,10 +110,10 @@ class Worker:
         self._pace = Pace(is_paced=setup.engine.executor == "paced")
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="steps")
         self.channels = Channels(setup.name, setup.secret, self._on_message, self._on_lost)
-        self._failure: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._failure: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
 
     @property
-    def failure(self) -> asyncio.Future[None]:
+    def failure(self) -> asyncio.Future[bytes]:
         """Fails when a step has failed: the process cannot go on."""
         return self._failure
 
@@ -211,13 +213,12 @@ async def main(clock: Clock) -> int:
     await worker.connect(msgspec.json.decode(peers, type=list[Peer]))
     _say(connected=True)
     eof = asyncio.ensure_future(stdin.read())
-    await asyncio.wait({eof, worker.failure}, return_when=asyncio.FIRST_COMPLETED)
+    await asyncio.wait([eof, worker.failure], return_when=asyncio.FIRST_COMPLETED)
     await worker.close()
-    if worker.failure.done() and not worker.failure.cancelled():
-        error = worker.failure.exception()
-        if error is not None:
-            _say(error=f"a step failed: {type(error).__name__}: {error}")
-            return 1
+    failed = worker.failure.exception() if worker.failure.done() and not worker.failure.cancelled() else None
+    if failed is not None:
+        _say(error=f"a step failed: {type(failed).__name__}: {failed}")
+        return 1
     return 0
 
 

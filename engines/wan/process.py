@@ -78,6 +78,7 @@ class GatewayProcess:
                 # What comes back on a KV route only acknowledges.
                 "kv_bytes": entry["bytes_out"] if (entry["route"][:3], entry["direction"]) == ("kv:", "forward") else 0,
                 "configured_rate_bps": stats["spec"]["rate_bps"],
+                "configured_flow_rate_bps": stats["spec"]["flow_rate_bps"],
                 "realised_rate_bps": entry["realised_rate_bps"],
                 "delay_p50_ns": _ns(entry["delay_p50_s"]),
                 "delay_p95_ns": _ns(entry["delay_p95_s"]),

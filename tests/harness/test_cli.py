@@ -174,7 +174,7 @@ def test_the_harness_itself_never_imports_torch(tmp_path: Path) -> None:
 def test_every_policy_runs_the_slice_on_virtual_time(engine: str, tmp_path: Path) -> None:
     out = io.StringIO()
     config, plain, words = configured(tmp_path, f"engine={engine}", "clock=virtual")
-    assert execute(config, plain, words, trace=trace(), console=Console(file=out, width=120)) == 0
+    assert execute(config, plain, words, trace(), console=Console(file=out, width=120)) == 0
     manifest = manifest_in(tmp_path)
     assert manifest["status"] == "complete"
     assert manifest["validity"] == {"valid": True, "reasons": []}
@@ -183,14 +183,14 @@ def test_every_policy_runs_the_slice_on_virtual_time(engine: str, tmp_path: Path
 
 def test_the_same_run_works_on_the_wall_clock(tmp_path: Path) -> None:
     config, plain, words = configured(tmp_path, "load.requests_per_s=200", "limit.requests=40")
-    code = execute(config, plain, words, trace=trace(), engine_factory=instant, console=Console(file=io.StringIO()))
+    code = execute(config, plain, words, trace(), engine_factory=instant, console=Console(file=io.StringIO()))
     assert (code, manifest_in(tmp_path)["status"]) == (0, "complete")
 
 
 def test_a_dry_run_prints_the_plan_and_runs_nothing(tmp_path: Path) -> None:
     out = io.StringIO()
     config, plain, words = configured(tmp_path, "dry_run=true")
-    assert execute(config, plain, words, trace=trace(), console=Console(file=out, width=120)) == 0
+    assert execute(config, plain, words, trace(), console=Console(file=out, width=120)) == 0
     for word in ("requests", "expected hit", "over the line", "use of capacity", "similitude", "share of requests"):
         assert word in out.getvalue()
     assert list(tmp_path.iterdir()) == []
@@ -204,7 +204,7 @@ def test_an_engine_that_does_not_start_leaves_a_failed_run_and_one_error(tmp_pat
     config, plain, words = configured(tmp_path)
     with pytest.raises(EngineStartError, match="7000"):
         execute(
-            config, plain, words, trace=trace(), console=Console(file=io.StringIO()),
+            config, plain, words, trace(), console=Console(file=io.StringIO()),
             engine_factory=lambda spec, clock, run_dir: Unstartable(clock),
         )  # fmt: skip
     assert manifest_in(tmp_path)["status"] == "failed"
@@ -220,7 +220,7 @@ def test_an_interrupt_stops_cleanly_with_results(tmp_path: Path) -> None:
     config, plain, words = configured(tmp_path, "prime_concurrency=8")
     timer = threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGINT))
     timer.start()
-    code = execute(config, plain, words, trace=trace(), engine_factory=slow, console=Console(file=io.StringIO()))
+    code = execute(config, plain, words, trace(), engine_factory=slow, console=Console(file=io.StringIO()))
     assert code == 130
     manifest = manifest_in(tmp_path)
     assert manifest["status"] == "interrupted"
@@ -231,7 +231,7 @@ def test_an_interrupt_stops_cleanly_with_results(tmp_path: Path) -> None:
 def test_no_value_of_the_environment_enters_a_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SOME_API_KEY", "sk-do-not-write-me")
     config, plain, words = configured(tmp_path, "clock=virtual")
-    execute(config, plain, words, trace=trace(), console=Console(file=io.StringIO()))
+    execute(config, plain, words, trace(), console=Console(file=io.StringIO()))
     for path in (tmp_path / "results").rglob("*"):
         assert not path.is_file() or b"do-not-write-me" not in path.read_bytes()
 
@@ -239,7 +239,7 @@ def test_no_value_of_the_environment_enters_a_run(tmp_path: Path, monkeypatch: p
 def test_runs_of_the_same_second_get_folders_of_their_own(tmp_path: Path) -> None:
     config, plain, words = configured(tmp_path, "clock=virtual", "limit.requests=3")
     for _ in range(2):
-        execute(config, plain, words, trace=trace(), console=Console(file=io.StringIO()))
+        execute(config, plain, words, trace(), console=Console(file=io.StringIO()))
     assert len(list((tmp_path / "results").iterdir())) == 2
 
 
@@ -247,5 +247,5 @@ def test_a_prompt_too_long_for_the_model_is_named_before_anything_starts(tmp_pat
     result_dir = tmp_path / "results"
     config, plain, words = configured(tmp_path, "model.max_context=300")
     with pytest.raises(Exception, match=r"request s\d+\.\d"):
-        execute(config, plain, words, trace=trace(), console=Console(file=io.StringIO()))
+        execute(config, plain, words, trace(), console=Console(file=io.StringIO()))
     assert not result_dir.exists()

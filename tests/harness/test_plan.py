@@ -7,8 +7,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from harness.config import load_config
-from harness.load import Planned, Row, Selection
-from harness.plan import PageKeys, Touch, check_lengths, hits_by_site, make_plan, planned_hits
+from harness.load import Planned, Row, Selection, hit_bins
+from harness.plan import PageKeys, SequentialHits, Touch, check_lengths, hits_by_site, make_plan, planned_hits
 from harness.similitude import line_of, similitude_of
 from traces.errors import UserError
 from traces.prompts import page_keys
@@ -76,6 +76,11 @@ def asked(name: str, tokens: int, keep: int = 0, prefix: str | None = None) -> R
     return Row(name, name, name, 0, "main", prefix, keep, tokens, 32, 0.0, (), 0.0, False, None)
 
 
+def hits_of(rows: list[Row]) -> SequentialHits:
+    found = {row.request_id: row.md_hit(16) for row in rows}
+    return SequentialHits(found, found)
+
+
 def test_a_prompt_longer_than_the_context_is_named() -> None:
     with pytest.raises(UserError, match="big"):
         check_lengths([asked("small", 10), asked("big", 90_000)], 16_384)
@@ -93,12 +98,12 @@ def test_the_plan_counts_tokens_bytes_and_use() -> None:
     assert line.flow_rate_bps == pytest.approx(2048 * 2048 * 8 / (32 * 0.02))
     spec = config.engine_spec(line)
     selection = Selection(tuple(Planned(row, i / 3, (), 0.0, None) for i, row in enumerate(rows)), (), 1.0, {})
-    plan = make_plan(selection, [], rows, spec)
+    plan = make_plan(selection, [], hits_of(rows), hit_bins([row.hit_share(16) for row in rows]), spec)
     assert plan.line_bytes == 30 * (2048 - 1856) * 2048
     assert plan.offered_per_s == pytest.approx(3.0, rel=0.1)
     assert plan.md_share == pytest.approx(3 * 32 * 0.02 / 32, rel=0.1)
     assert plan.is_representative
-    similitude = similitude_of(config, spec, rows, [], plan)
+    similitude = similitude_of(spec, rows, [], hits_of(rows), plan)
     ratios = {ratio.name: ratio for ratio in similitude.ratios}
     assert ratios["whole prompt over one flow / decode of an output"].here == pytest.approx(config.wan.ratio)
     assert ratios["whole prompt over one flow / decode of an output"].is_within
@@ -108,5 +113,6 @@ def test_a_run_is_not_called_scaled_on_values_that_nobody_published() -> None:
     config, _ = load_config([])
     rows = [asked("r", 2048, keep=1856, prefix="x")]
     spec = config.engine_spec(line_of(config.wan, rows, 0.02, 2048))
-    plan = make_plan(Selection((Planned(rows[0], 0.0, (), 0.0, None),), (), 1.0, {}), [], rows, spec)
-    assert similitude_of(config, spec, rows, [], plan).label == "demonstration"
+    selection = Selection((Planned(rows[0], 0.0, (), 0.0, None),), (), 1.0, {})
+    plan = make_plan(selection, [], hits_of(rows), [], spec)
+    assert similitude_of(spec, rows, [], hits_of(rows), plan).label == "demonstration"

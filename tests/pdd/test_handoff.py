@@ -124,9 +124,7 @@ def test_rld_that_finishes_first_ends_the_request_and_md_still_keeps_the_context
 
 def test_md_that_is_ready_before_rld_owns_all_of_the_output() -> None:
     slow_relay = LinkSpec(name="local", rate_bps=1e5, rtt_s=0.0, lanes=4)
-    completion, stream = play(
-        lambda engine, clock: ask(engine, "r", 40, 6), spec(flow_bps=1e8, local=slow_relay)
-    )
+    completion, stream = play(lambda engine, clock: ask(engine, "r", 40, 6), spec(flow_bps=1e8, local=slow_relay))
     assert completion.pipeline == "p-rld-md"
     assert set(stream.sources) == {"MD"}
     assert completion.eager_tokens == 0

@@ -61,7 +61,9 @@ def workload() -> list[GenerateRequest]:
     rng = np.random.default_rng(3)
     root = rng.integers(8, TOY.vocab_size, size=24).astype(np.int32)
     prompts = [root, root, root[:23]]
-    prompts += [np.concatenate([root, rng.integers(8, TOY.vocab_size, size=n).astype(np.int32)]) for n in (1, 3, 4, 5, 40)]
+    prompts += [
+        np.concatenate([root, rng.integers(8, TOY.vocab_size, size=n).astype(np.int32)]) for n in (1, 3, 4, 5, 40)
+    ]
     prompts += [rng.integers(8, TOY.vocab_size, size=n).astype(np.int32) for n in (1, 4, 63, 64, 65)]
     return [GenerateRequest(f"r{i}", prompt, 5 + 7 * (i % 4)) for i, prompt in enumerate(prompts)]
 

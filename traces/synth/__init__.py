@@ -1,5 +1,6 @@
-"""Generators of synthetic traces: coding agents of January and February (agents.py)."""
+"""Generators of synthetic traces: coding agents of January and February (agents.py; figures in months.py)."""
 
-from traces.synth.agents import MONTHS, Month, generate
+from traces.synth.agents import MAX_SESSION_S, generate
+from traces.synth.months import MONTHS, TARGET_BINS, Month
 
-__all__ = ["MONTHS", "Month", "generate"]
+__all__ = ["MAX_SESSION_S", "MONTHS", "TARGET_BINS", "Month", "generate"]
