@@ -26,7 +26,7 @@ ServiceTime = Callable[[int, int], float]
 """(prompt tokens, output tokens) -> expected seconds from sending to the last token."""
 
 MIN_COMPRESSION, MAX_COMPRESSION = 0.05, 1.0e4
-NUM_CANDIDATES = 16
+NUM_CANDIDATES = 64
 HORIZON = 4
 """A slice is cut from so many times its requests of the sampled sessions, in order of the trace's time."""
 

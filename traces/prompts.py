@@ -32,7 +32,7 @@ def random_tokens(seed: int, name: str, count: int, vocab_size: int) -> Tokens:
 
 
 def page_keys(tokens: Tokens, page_size: int) -> list[bytes]:
-    """One 16-byte key per full page of `tokens`: blake2b of the key before and the page's ids (int32, little endian)."""
+    """One 16-byte key per full page of `tokens`: blake2b of the key before and its ids (int32, little endian)."""
     raw = np.ascontiguousarray(tokens, dtype="<i4").tobytes()
     step = 4 * page_size
     keys: list[bytes] = []
@@ -54,9 +54,7 @@ class PromptBuilder:
     Raises TraceError for a vocabulary without room.
     """
 
-    def __init__(
-        self, trace: Trace, vocab_size: int, seed: int = 0, *, max_memo_tokens: int = MAX_MEMO_TOKENS
-    ) -> None:
+    def __init__(self, trace: Trace, vocab_size: int, seed: int = 0, *, max_memo_tokens: int = MAX_MEMO_TOKENS) -> None:
         if vocab_size <= NUM_RESERVED_TOKENS:
             raise TraceError(trace.meta.name, "vocab_size", f"must exceed {NUM_RESERVED_TOKENS}, got {vocab_size}")
         self._rows = {row.request_id: row for row in trace.rows}

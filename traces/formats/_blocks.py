@@ -55,9 +55,13 @@ class BlockIndex:
                 break
             previous = hash_id
         raise TraceError(
-            where, "hash_ids", f"hash {hash_id} follows {previous} here and {before[hash_id]} earlier",
+            where, "hash_ids", f"hash {hash_id} follows {_named(previous)} here and {_named(before[hash_id])} earlier",
             "the hashes are not chained over the prefix, so that hits cannot be read from them",
         )  # fmt: skip
+
+
+def _named(hash_id: int | None) -> str:
+    return "nothing" if hash_id is None else str(hash_id)
 
 
 def shared_prefix(

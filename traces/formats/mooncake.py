@@ -99,7 +99,7 @@ def _spread(rows: list[TraceRow], seed: int) -> tuple[list[TraceRow], float]:
     by_stamp: dict[float, list[TraceRow]] = defaultdict(list)
     for row in rows:
         by_stamp[row.arrival_s or 0.0].append(row)
-    tick_s = min((later - earlier for earlier, later in itertools.pairwise(by_stamp)), default=0.0)
+    tick_s = round(min((later - earlier for earlier, later in itertools.pairwise(by_stamp)), default=0.0), 6)
     rng = random.Random(seed)
     spread = []
     for stamp, group in by_stamp.items():

@@ -1,4 +1,4 @@
-"""WEKA / kv-cache-tester sessions: a JSON object with `requests`, or one such object a line in the compact form (.jsonl).
+"""WEKA / kv-cache-tester sessions: a JSON object with `requests`, or one a line (.jsonl) in the compact form.
 
 Rules: times in seconds from the session's start; blocks of `block_size` (64) tokens, full blocks only (floor), hashes
 chained and local to the session. A request has `t`, `in`, `out`, `hash_ids`, `api_time`, `think_time`. An entry of type
@@ -120,9 +120,7 @@ class _Session:
 
     def _root(self, owner: dict[str, Any], where: str, session_id: str) -> Root:
         parts = [_fields.whole_number(owner.get(k, 0), where, k, minimum=0) for k in ("tool_tokens", "system_tokens")]
-        root = Root(f"{session_id}/system", sum(parts), f"session {self.name}")
-        self.roots[root.root_id] = root
-        return root
+        return Root(f"{session_id}/system", sum(parts), f"session {self.name}")
 
     def _row(
         self, entry: dict[str, Any], where: str, session_id: str, kind: str, turn: int, t_s: float,
@@ -144,7 +142,9 @@ class _Session:
         prefix_id = None if prefix is None else prefix.request_id
         if prefix is None and turn == 0:
             prefix_id, keep = root.root_id, min(root.tokens, input_tokens - 1)
+            self.roots[root.root_id] = root
         is_first = not waits_for
+        is_tool = (turn == 0 and kind == "subagent") or "tool_result" in (entry.get("input_types") or ())
         api_time = entry.get("api_time")
         row = TraceRow(
             request_id=f"{session_id}/{turn}",
@@ -161,7 +161,7 @@ class _Session:
             after=tuple(row.request_id for row in waits_for),
             delay_s=None if is_first else self._delay_s(entry, where, t_s, waits_for),
             delay_from=None if is_first else "end",
-            delay_kind=None if is_first else "tool" if "tool_result" in (entry.get("input_types") or ()) else "think",
+            delay_kind=None if is_first else "tool" if is_tool else "think",
             service_s=None if api_time is None else _fields.seconds(api_time, where, "api_time"),
         )
         self._start_s[row.request_id] = t_s

@@ -16,7 +16,9 @@ def measure(name: str, seeds: int, hours: float, every_days: int) -> dict[int, l
     """day -> one profile a seed, of the sessions that begin in the `hours` from 10 o'clock on every so many days."""
     return {
         day: [
-            profile(generate(name, seed=seed, start_s=day * DAY_S + 10 * HOUR_S, duration_s=hours * HOUR_S, lookback_s=0))
+            profile(
+                generate(name, seed=seed, start_s=day * DAY_S + 10 * HOUR_S, duration_s=hours * HOUR_S, lookback_s=0)
+            )
             for seed in range(seeds)
         ]
         for day in range(0, MONTHS[name].num_days, every_days)

@@ -1,8 +1,8 @@
 """The knobs of the synthetic months, and what each moves. Data only.
 
-Published: mean hit 0.90; 75% (January) and 77.5% (February) of requests above 0.95; 64K tokens of input and 1K of output
-on average; 3-4% singular requests. The seven bins inside that envelope are our reading, shaped by real coding-agent
-sessions: the reports give no figure for a bin.
+Published: mean hit 0.90; 75% (January) and 77.5% (February) of requests above 0.95; 64K tokens of input and 1K of
+output on average; 3-4% singular requests. The seven bins inside that envelope are our reading, shaped by real
+coding-agent sessions: the reports give no figure for a bin.
 """
 
 from __future__ import annotations
