@@ -43,7 +43,7 @@ class TraceConfig(Config, frozen=True):
 
 class LoadConfig(Config, frozen=True):
     kind: Literal["sessions", "rate", "concurrency"]
-    requests_per_s: float = 8.0
+    requests_per_s: float = 3.0
     duration_s: float = 60.0
     running_sessions: int = 28
     sessions_per_s: float = 0.5
@@ -91,7 +91,7 @@ class WanConfig(Config, frozen=True):
     kind: Literal["similar", "fixed"] = "fixed"
     name: str = "line"
     ratio: float = 1.0
-    flows: int = 3
+    flows: int = 2
     rate_mbps: float | None = None
     flow_mbps: float | None = None
     rtt_ms: float = 0.0

@@ -45,7 +45,7 @@ def percentile(values: Iterable[float] | Values, q: float, *, min_beyond: int = 
     values beyond it."""
     found = np.asarray(list(values) if not isinstance(values, np.ndarray) else values, dtype=np.float64)
     found = found[~np.isnan(found)]
-    if found.size == 0 or found.size * (1 - q) < min_beyond:
+    if found.size == 0 or found.size * (1 - q) < min_beyond - 1e-9:
         return None
     return float(np.quantile(found, q))
 

@@ -38,7 +38,7 @@ def load_trace(config: RunConfig) -> LoadedTrace:
     elif wanted.path is None:
         raise UserError(f"trace.path: trace={wanted.name} is read from a file; give trace.path=FILE")
     else:
-        trace = formats.read(wanted.path, wanted.name, {"answers": wanted.answers or "reused", "seed": config.seed})
+        trace = formats.read(wanted.path, wanted.name, {"answers": wanted.answers, "seed": config.seed})
     trace = scale(trace, wanted.scale)
     validate(trace)
     rows = [_row(row) for row in trace.rows]

@@ -141,7 +141,7 @@ def harness(*words: str, cwd: Path) -> subprocess.CompletedProcess[str]:
 def test_help_names_every_choice_from_any_folder(tmp_path: Path) -> None:
     result = harness("--help", cwd=tmp_path)
     assert result.returncode == 0
-    for word in ("engine=cross_pd", "trace=mooncake", "wan=similar", "load=concurrency", "dry_run", "examples:"):
+    for word in ("engine=cross_pd", "trace=mooncake", "wan=similar", "load=closed", "dry_run", "examples:"):
         assert word in result.stdout
 
 

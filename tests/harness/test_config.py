@@ -61,7 +61,7 @@ def test_a_wrong_override_is_named_with_its_remedy(override: str, said: str) -> 
 
 def test_a_snapshot_needs_sessions_at_trace_times() -> None:
     with pytest.raises(UserError, match="start"):
-        load_config(["load=concurrency", "start=snapshot"])
+        load_config(["load=closed", "start=snapshot"])
 
 
 def test_chosen_names_every_group_and_help_has_every_scalar() -> None:

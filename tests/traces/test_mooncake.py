@@ -103,6 +103,7 @@ def test_a_limit_reads_so_many_rows_and_looks_at_no_more(tmp_path: Path) -> None
         ("[1, 2]", "line", "no object"),
         ({"timestamp": 50_000}, "input_length", "is missing"),
         (line(50_000, 0, []), "input_length", "at least 1"),
+        (line(50_000, 10**30, [77]), "input_length", "at most 1,000,000,000"),
         (line(50_000, 1.5, [1]), "input_length", "whole number"),  # type: ignore[arg-type]
         (line(50_000, 10, [77], num_output=-1), "output_length", "at least 0"),
         (line(50_000, 600, [77]), "hash_ids", "1 blocks, but 600 tokens are 2 of 512"),

@@ -12,6 +12,8 @@ from traces.errors import TraceError
 from traces.formats import sha256_of
 from traces.table import TraceMeta
 
+MAX_TOKENS = 10**9
+
 
 def json_object(text: str, where: str, *, remedy: str) -> dict[str, Any]:
     """`text` as a JSON object. Raises TraceError."""
@@ -25,9 +27,10 @@ def json_object(text: str, where: str, *, remedy: str) -> dict[str, Any]:
 
 
 def whole_number(value: object, where: str, field: str, *, minimum: int) -> int:
-    """A JSON number that is a whole one of at least `minimum`. Raises TraceError."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < minimum:
-        raise TraceError(where, field, f"must be a whole number of at least {minimum}, got {value!r}", "mend the row")
+    """A JSON number that is a whole one of at least `minimum` and no nonsense. Raises TraceError."""
+    if isinstance(value, bool) or not isinstance(value, int) or not minimum <= value <= MAX_TOKENS:
+        reason = f"must be a whole number of at least {minimum} and at most {MAX_TOKENS:,}, got {value!r}"
+        raise TraceError(where, field, reason, "mend the row")
     return value
 
 
