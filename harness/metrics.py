@@ -32,7 +32,7 @@ DEFINITIONS = {
     "ttst": "second token - sent; with first_token=prefill it shows the wait that TTFT hides",
     "tbt": "gap between tokens (also ITL), over all of all requests: a chunk's first token gets the gap, its others 0",
     "icl": "gap between chunks",
-    "tpot": "(last - first token) / (output tokens - 1), per request, None for one token; hides stalls: see longest_gap",
+    "tpot": "(last - first token) / (output tokens - 1), per request, None for one token; hides stalls (longest_gap)",
     "e2el": "last token - sent",
     "longest_gap": "longest gap between chunks, per request",
     "ttft_scheduled": "first token - the time at which the request was due: the client's own lateness is in it",
@@ -309,8 +309,9 @@ def _line_words(line: Mapping[str, Any]) -> str:
         return "-" if value is None else f"{value / 1e6:,.1f} Mbit/s"
 
     return (
-        f"configured {mbit(line['configured_rate_bps'])} and {mbit(line['configured_flow_rate_bps'])} a flow, realised while "
-        f"busy {mbit(line['realised_rate_bps'])}; one-way delay P50 {_s(line['delay_p50_s'])}, P95 {_s(line['delay_p95_s'])}; late {_pct(line['late_share'])}"
+        f"configured {mbit(line['configured_rate_bps'])} and {mbit(line['configured_flow_rate_bps'])} a flow, "
+        f"realised while busy {mbit(line['realised_rate_bps'])}; one-way delay P50 {_s(line['delay_p50_s'])}, "
+        f"P95 {_s(line['delay_p95_s'])}; late {_pct(line['late_share'])}"
     )
 
 
@@ -327,6 +328,6 @@ def what_it_shows(manifest: Mapping[str, Any]) -> str:
     validity = manifest.get("validity") or {}
     valid = "valid" if validity.get("valid") else "NOT VALID: " + "; ".join(validity.get("reasons") or ["not said"])
     return (
-        f"What this shows: {kind}; {label} (token counts x {scale}); {valid}. It compares policies on equal modelled chips; "
-        "it does not predict any hardware's figures."
+        f"What this shows: {kind}; {label} (token counts x {scale}); {valid}. It compares policies on equal modelled "
+        "chips; it does not predict any hardware's figures."
     )

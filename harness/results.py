@@ -45,9 +45,8 @@ def list_runs(root: Path) -> None:
             print(f"{path}  unreadable: {error}")
             continue
         validity = manifest.get("validity") or {}
-        print(
-            f"{path}  {manifest['status']}  {manifest.get('clock')}  {'valid' if validity.get('valid') else 'not valid'}"
-        )
+        word = "valid" if validity.get("valid") else "not valid"
+        print(f"{path}  {manifest['status']}  {manifest.get('clock')}  {word}")
 
 
 if __name__ == "__main__":

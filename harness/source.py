@@ -5,8 +5,6 @@ The only place that knows both the trace's table and the harness's rows.
 
 from __future__ import annotations
 
-import numpy as np
-
 from engines.base import TokenArray
 from harness.config import RunConfig
 from harness.load import LoadedTrace, Row

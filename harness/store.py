@@ -58,7 +58,8 @@ SCHEMAS: dict[str, pa.Schema] = {
     "spans": _schema(request_id=str, name=str, start_ns=int, end_ns=int, critical=bool, instance=str),
     "links": _schema(
         time_ns=int, link=str, direction=str, route=str, bytes_total=int, kv_bytes=int, configured_rate_bps=float,
-        configured_flow_rate_bps=float, realised_rate_bps=float, delay_p50_ns=int, delay_p95_ns=int, late_share=float, busy_ns=int,
+        configured_flow_rate_bps=float, realised_rate_bps=float, delay_p50_ns=int, delay_p95_ns=int,
+        late_share=float, busy_ns=int,
     ),
     "instances": _schema(
         time_ns=int, instance=str, role=str, site=str, pid=int, steps=int, busy_ns=int, compute_ns=int, overrun_ns=int,

@@ -85,7 +85,9 @@ def random_cluster(rng: random.Random, policy: str) -> EngineSpec:
             max_batch_seqs=rng.choice((2, 4, 16)),
             prefill_chunk_tokens=rng.choice((3, 8, 32)),
             max_step_tokens=rng.choice((8, 32, 64)),
-            timing=StepTiming(base_s=0.001, prefill_token_s=rng.choice((1e-5, 1e-3)), weights_s=rng.choice((0.002, 0.02))),
+            timing=StepTiming(
+                base_s=0.001, prefill_token_s=rng.choice((1e-5, 1e-3)), weights_s=rng.choice((0.002, 0.02))
+            ),
         )  # fmt: skip
 
     instances = [instance("P", i, "a") for i in range(rng.choice((1, 1, 2)))]

@@ -230,8 +230,9 @@ class Instance:
         for frame in self.sender.pump(now_ns):
             leg = self.legs[frame.r]
             payload = self._executor.read_kv(leg.pages, frame.start, frame.stop)
+            nbytes = (frame.stop - frame.start) * self._kv_bytes
             header = KVFrame(
-                r=leg.r, e=leg.e, start=frame.start, stop=frame.stop, nbytes=(frame.stop - frame.start) * self._kv_bytes,
+                r=leg.r, e=leg.e, start=frame.start, stop=frame.stop, nbytes=nbytes,
                 first_sent_ns=frame.first_sent_ns, first_token=leg.output[0] if frame.is_last else None,
             )  # fmt: skip
             self._commands.append(Send(frame.node, header, payload, frame.lane))

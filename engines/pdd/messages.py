@@ -53,7 +53,7 @@ class Target(msgspec.Struct, frozen=True):
 # ------------------------------------------------------------------------------------------------
 
 
-class Reserve(Message, tag="reserve"):
+class Reserve(Message, frozen=True, tag="reserve"):
     """Match the prompt, lock what is kept, admit the rest; decode once the KV is there. `is_relay`: no cache, starts
     at once with P's token and hands over when MD is ready. `waits_for_seal`: MD under a relay."""
 
@@ -61,34 +61,34 @@ class Reserve(Message, tag="reserve"):
     is_relay: bool = False
 
 
-class Begin(Message, tag="begin"):
+class Begin(Message, frozen=True, tag="begin"):
     """To MD: the pipeline is decided. With `relay` named MD waits for that RLD's SEAL, else it owns the output from
     T[0]."""
 
     relay: str | None = None
 
 
-class Prefill(Message, tag="prefill"):
+class Prefill(Message, frozen=True, tag="prefill"):
     """To P: compute the prompt's KV, sample T[0], send to `targets`."""
 
     ask: Ask
     targets: tuple[Target, ...]
 
 
-class Serve(Message, tag="serve"):
+class Serve(Message, frozen=True, tag="serve"):
     """To a mixed instance: prefill and decode in place."""
 
     ask: Ask
 
 
-class Stop(Message, tag="stop"):
+class Stop(Message, frozen=True, tag="stop"):
     """The request has ended with `output` (all its tokens), or is aborted: let go, keep in the cache what is sound."""
 
     output: tuple[int, ...] = ()
     is_abort: bool = False
 
 
-class Cancel(Message, tag="cancel"):
+class Cancel(Message, frozen=True, tag="cancel"):
     """To RLD or P: this leg alone ends; the request goes on elsewhere."""
 
 
@@ -102,7 +102,7 @@ class AskStats(msgspec.Struct, tag_field="t", tag="ask_stats", frozen=True):
 # --------------------------------------------------------------------------------------------
 
 
-class Reserved(Message, tag="reserved"):
+class Reserved(Message, frozen=True, tag="reserved"):
     """Admitted: KV is wanted from `decode_prefix_len` on, which is fixed from now to the end."""
 
     node: str
@@ -111,7 +111,7 @@ class Reserved(Message, tag="reserved"):
     events: tuple[Event, ...] = ()
 
 
-class Refused(Message, tag="refused"):
+class Refused(Message, frozen=True, tag="refused"):
     """Not admitted. `is_final`: it can never be (too long); else there is no room now."""
 
     node: str
@@ -119,7 +119,7 @@ class Refused(Message, tag="refused"):
     is_final: bool
 
 
-class Prefilled(Message, tag="prefilled"):
+class Prefilled(Message, frozen=True, tag="prefilled"):
     """P has computed the prompt: `first_token` is T[0]; `cached_tokens` were found in P's cache."""
 
     node: str
@@ -130,7 +130,7 @@ class Prefilled(Message, tag="prefilled"):
     events: tuple[Event, ...] = ()
 
 
-class Tokens(Message, tag="tokens"):
+class Tokens(Message, frozen=True, tag="tokens"):
     """Output tokens T[index..] from `source` (RLD | MD | MIXED)."""
 
     index: int
@@ -139,7 +139,7 @@ class Tokens(Message, tag="tokens"):
     time_ns: int
 
 
-class Held(Message, tag="held"):
+class Held(Message, frozen=True, tag="held"):
     """RLD holds the prompt's KV and starts: `kv_bytes` came over its link."""
 
     node: str
@@ -147,7 +147,7 @@ class Held(Message, tag="held"):
     time_ns: int
 
 
-class Done(Message, tag="done"):
+class Done(Message, frozen=True, tag="done"):
     """The leg at `node` has ended and freed what it held."""
 
     node: str
@@ -167,7 +167,7 @@ class Stats(msgspec.Struct, tag_field="t", tag="stats", frozen=True):
 # ------------------------------------------------------------------------------------------
 
 
-class KVFrame(Message, tag="kv"):
+class KVFrame(Message, frozen=True, tag="kv"):
     """KV of the absolute positions [start, stop); the payload follows the header. The last frame of a prompt carries
     T[0]."""
 
@@ -178,7 +178,7 @@ class KVFrame(Message, tag="kv"):
     first_token: int | None = None
 
 
-class KVApplied(Message, tag="applied"):
+class KVApplied(Message, frozen=True, tag="applied"):
     """The receiver has applied [start, stop) (or has dropped it because the leg is gone: `is_gone`)."""
 
     node: str
@@ -191,7 +191,7 @@ class KVApplied(Message, tag="applied"):
 # ------------------------------------------------------------------------------------
 
 
-class Ready(Message, tag="ready"):
+class Ready(Message, frozen=True, tag="ready"):
     """MD holds the prompt's KV."""
 
     node: str
@@ -201,7 +201,7 @@ class Ready(Message, tag="ready"):
     events: tuple[Event, ...] = ()
 
 
-class Seal(Message, tag="seal"):
+class Seal(Message, frozen=True, tag="seal"):
     """RLD stopped at `num_tokens` tokens; `ids` are T[start..num_tokens). Its KV stays until COMMIT. num_tokens 0: it
     never began."""
 
@@ -211,7 +211,7 @@ class Seal(Message, tag="seal"):
     time_ns: int
 
 
-class Commit(Message, tag="commit"):
+class Commit(Message, frozen=True, tag="commit"):
     """MD's KV covers T[0..num_tokens): index `num_tokens` and on come from MD, RLD frees."""
 
     num_tokens: int
@@ -220,6 +220,7 @@ class Commit(Message, tag="commit"):
 
 
 AnyMessage = (
-    Reserve | Begin | Prefill | Serve | Stop | Cancel | AskStats | Reserved | Refused | Prefilled | Tokens | Held | Done | Stats
+    Reserve | Begin | Prefill | Serve | Stop | Cancel | AskStats
+    | Reserved | Refused | Prefilled | Tokens | Held | Done | Stats
     | KVFrame | KVApplied | Ready | Seal | Commit
 )  # fmt: skip

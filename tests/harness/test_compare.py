@@ -64,4 +64,7 @@ def test_bad_words_get_one_clear_line(words: list[str], base: Path, capsys: pyte
 
 
 def test_configuration_differences_are_named_by_dotted_key() -> None:
-    assert config_differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 4}) == [("a.c", 2, 3), ("d", None, 4)]
+    assert config_differences({"a": {"b": 1, "c": 2}}, {"a": {"b": 1, "c": 3}, "d": 4}) == [
+        ("a.c", 2, 3),
+        ("d", None, 4),
+    ]

@@ -108,7 +108,17 @@ def test_percentile_agrees_with_pandas(values: list[float]) -> None:
 def test_critical_spans_partition_the_wait_whatever_the_stages_say(
     pipeline: str | None, sent: int, length: int, times: list[int | None]
 ) -> None:
-    names = ("received", "prefill_start", "prefill_end", "kv_first_sent", "rld_ready", "md_ready", "seal", "extend_start", "commit")
+    names = (
+        "received",
+        "prefill_start",
+        "prefill_end",
+        "kv_first_sent",
+        "rld_ready",
+        "md_ready",
+        "seal",
+        "extend_start",
+        "commit",
+    )
     record = RequestRecord("r", "s", "s", 0, "main", status="ok", sent_ns=sent, end_ns=sent + length, pipeline=pipeline)
     for name, value in zip(names, times, strict=True):
         setattr(record, f"stage_{name}_ns", value)

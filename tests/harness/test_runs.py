@@ -31,7 +31,13 @@ def run(folder: Path, *words: str) -> Run:
 
 def hits_by_request(found: Run) -> list[tuple[Any, ...]]:
     ok = found.requests[found.requests["status"] == "ok"]
-    columns = ("request_id", "planned_hit_p_tokens", "reported_hit_p_tokens", "planned_hit_md_tokens", "reported_hit_md_tokens")
+    columns = (
+        "request_id",
+        "planned_hit_p_tokens",
+        "reported_hit_p_tokens",
+        "planned_hit_md_tokens",
+        "reported_hit_md_tokens",
+    )
     return [tuple(row) for row in ok[list(columns)].itertuples(index=False)]
 
 
@@ -69,7 +75,9 @@ def test_planned_hits_are_reported_on_every_request_at_concurrency_one(engine: s
 )
 @pytest.mark.parametrize("load", ["sessions", "closed"])
 def test_real_traces_replay_with_planned_hits_reported(trace: str, file: str, load: str, tmp_path: Path) -> None:
-    found = run(tmp_path, f"trace={trace}", f"trace.path={SHARED / file}", f"load={load}", "clock=virtual", "limit.requests=200")
+    found = run(
+        tmp_path, f"trace={trace}", f"trace.path={SHARED / file}", f"load={load}", "clock=virtual", "limit.requests=200"
+    )
     assert (found.requests["status"] == "ok").all()
     check_planned_is_reported(found)
     if trace == "weka":  # one session, its turns in order
@@ -156,7 +164,8 @@ def test_a_killed_harness_leaves_its_finished_requests_and_no_process(tmp_path: 
     assert len(found.requests) >= before
     assert found.manifest["status"] == "recovered"
     assert not found.manifest["validity"]["valid"]
-    # Flushed at least twice a second: what ended half a second before the last row that was kept is all there, in order.
+    # Flushed at least twice a second: what ended half a second before the last row that was kept is all there, in
+    # order.
     assert set(found.chunks["request_id"]) <= set(found.requests["request_id"])
     assert results_main(["recover", str(run_dir)]) == 0
     for path in run_dir.rglob("*"):

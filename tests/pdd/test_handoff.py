@@ -80,7 +80,10 @@ def test_rld_starts_md_takes_over_and_the_stream_has_no_seam() -> None:
 
 def test_stage_times_stand_in_the_order_of_the_flow() -> None:
     completion, _ = play(lambda engine, clock: ask(engine, "r", 40, 60), spec())
-    order = ["received", "md_reserved", "decided", "prefill_start", "prefill_end", "rld_ready", "md_ready", "seal", "extend_start", "commit", "finished"]  # fmt: skip
+    order = [
+        "received", "md_reserved", "decided", "prefill_start", "prefill_end", "rld_ready", "md_ready", "seal",
+        "extend_start", "commit", "finished",
+    ]  # fmt: skip
     times = [completion.stages_ns[name] for name in order]
     assert times == sorted(times)
 

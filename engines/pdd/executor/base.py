@@ -20,9 +20,9 @@ KVBytes = npt.NDArray[np.uint8]
 class BatchItem:
     """One sequence's part of a step.
 
-    `pages` is the sequence's page table (page i holds positions [i * page_size, (i + 1) * page_size)) and covers at least
-    [0, start + len(token_ids)). The sampled token stands at position start + len(token_ids); with `temperature` > 0 the draw
-    depends on (seed, that position) alone.
+    `pages` is the sequence's page table (page i holds positions [i * page_size, (i + 1) * page_size)) and covers at
+    least [0, start + len(token_ids)). The sampled token stands at position start + len(token_ids); with `temperature`
+    > 0 the draw depends on (seed, that position) alone.
     """
 
     request_id: str
@@ -39,8 +39,8 @@ class BatchItem:
 
 
 class Executor(Protocol):
-    """Owns the KV pages' bytes. Called from one thread at a time, except `read_kv` and `write_kv`, which may run beside `run`
-    on pages that the step does not touch."""
+    """Owns the KV pages' bytes. Called from one thread at a time, except `read_kv` and `write_kv`, which may run beside
+    `run` on pages that the step does not touch."""
 
     def run(self, items: Sequence[BatchItem]) -> list[int | None]:
         """Run one step, write the new KV into the pages; the sampled token per item, None where none was asked."""
@@ -51,8 +51,8 @@ class Executor(Protocol):
         ...
 
     def read_kv(self, pages: Sequence[int], start: int, stop: int) -> KVBytes | None:
-        """A copy of the KV of positions [start, stop) as raw bytes, laid out [layer, k/v, token, kv_head, head_dim]; None where
-        no model computes."""
+        """A copy of the KV of positions [start, stop) as raw bytes, laid out [layer, k/v, token, kv_head, head_dim];
+        None where no model computes."""
         ...
 
     def write_kv(self, pages: Sequence[int], start: int, stop: int, payload: KVBytes | None) -> None:
