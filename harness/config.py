@@ -66,7 +66,6 @@ class EngineConfig(Config, frozen=True):
     drc: bool = True
     decider: DeciderSpec = DeciderSpec()
     kv_frame_tokens: int = 128
-    handoff_timeout_s: float = 10.0
 
 
 class LocalConfig(Config, frozen=True):
@@ -155,8 +154,6 @@ class RunConfig(Config, frozen=True):
             first_token=self.first_token,
             drc=self.engine.drc,
             kv_frame_tokens=self.engine.kv_frame_tokens,
-            request_timeout_s=self.request_timeout_s,
-            handoff_timeout_s=self.engine.handoff_timeout_s,
             device=self.cluster.device,
             worker_nice=self.cluster.worker_nice,
         )  # fmt: skip
@@ -241,12 +238,12 @@ def _check_ranges(run: RunConfig) -> None:
 
 
 def group_choices(group: str) -> dict[str, str]:
-    """name -> first comment line of each file in conf/<group>."""
+    """name -> first comment line of each file in conf/<group>; a name that begins with `_` is shared, no choice."""
     folder = importlib.resources.files("conf") / group
     found = {}
     if folder.is_dir():
         for entry in sorted(folder.iterdir(), key=lambda item: item.name):
-            if entry.name.endswith(".yaml"):
+            if entry.name.endswith(".yaml") and not entry.name.startswith("_"):
                 first = entry.read_text(encoding="utf-8").partition("\n")[0]
                 found[entry.name.removesuffix(".yaml")] = first.removeprefix("#").strip()
     return found

@@ -22,9 +22,9 @@ from engines.base import EngineStartError
 from engines.clock import Clock
 from engines.pdd.channel import Channels
 from engines.pdd.cluster import OnFailure, OnMessage, Started
+from engines.pdd.commands import ROUTER
 from engines.pdd.config import EngineSpec, InstanceSpec
 from engines.pdd.executor.base import KVBytes
-from engines.pdd.instance import ROUTER
 from engines.pdd.messages import AnyMessage
 from engines.pdd.worker import Peer, WorkerSetup
 from engines.wan.process import GatewayProcess, Route
@@ -97,8 +97,7 @@ class ProcessCluster:
         if not self._is_closing:
             self.on_failure(f"the connection to {peer} was lost: {reason}")
 
-    # --- start
-    # ----------------------------------------------------------------------------------------------------------
+    # --- start --------------------------------------------------------------------------------------------------------
 
     async def start(self) -> Started:
         if self._spec.executor == "roofline":
@@ -185,8 +184,7 @@ class ProcessCluster:
         if not self._is_closing:
             self.on_failure(reason)
 
-    # --- while running
-    # --------------------------------------------------------------------------------------------------
+    # --- while running ------------------------------------------------------------------------------------------------
 
     def send(self, dst: str, message: AnyMessage) -> None:
         self._channels.send(dst, message)

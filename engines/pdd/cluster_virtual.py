@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from engines.clock import Clock
 from engines.pdd.channel import encoded_bytes
 from engines.pdd.cluster import OnFailure, OnMessage, Started
+from engines.pdd.commands import ROUTER, RunStep, Send
 from engines.pdd.config import EngineSpec, InstanceSpec
 from engines.pdd.executor.base import Executor, KVBytes
 from engines.pdd.executor.roofline import RooflineExecutor
-from engines.pdd.instance import ROUTER, Instance, RunStep, Send
+from engines.pdd.instance import Instance
 from engines.pdd.messages import AnyMessage, KVFrame
 from engines.wan.link import FluidLink
 
@@ -103,8 +104,7 @@ class VirtualCluster:
     async def start(self) -> Started:
         return Started(instances={name: {} for name in self.nodes})
 
-    # --- messages
-    # -------------------------------------------------------------------------------------------------------
+    # --- messages -----------------------------------------------------------------------------------------------------
 
     def send(self, dst: str, message: AnyMessage) -> None:
         self._pass(_Packet(ROUTER, dst, message))
@@ -164,8 +164,7 @@ class VirtualCluster:
         if self._after_event is not None:
             self._after_event(self)
 
-    # --- steps
-    # ----------------------------------------------------------------------------------------------------------
+    # --- steps --------------------------------------------------------------------------------------------------------
 
     def _carry(self, name: str, node: _Node) -> None:
         for command in node.core.take_commands():
@@ -191,8 +190,7 @@ class VirtualCluster:
     def _now_s(self) -> float:
         return asyncio.get_running_loop().time()
 
-    # --- the rest
-    # -------------------------------------------------------------------------------------------------------
+    # --- the rest -----------------------------------------------------------------------------------------------------
 
     async def shape(self, *, is_shaped: bool) -> None:
         self._line_spec = self._spec.line if is_shaped else self._spec.line.unshaped()

@@ -97,8 +97,6 @@ class EngineSpec:
     first_token: Literal["decode", "prefill"] = "decode"
     drc: bool = True
     kv_frame_tokens: int = 128
-    request_timeout_s: float = 120.0
-    handoff_timeout_s: float = 10.0
     device: str = "auto"
     worker_nice: int = 5
 

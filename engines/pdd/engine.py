@@ -22,8 +22,8 @@ from engines.base import (
 from engines.clock import Clock
 from engines.pdd.cluster import Cluster
 from engines.pdd.cluster_virtual import VirtualCluster
+from engines.pdd.commands import Send
 from engines.pdd.config import EngineSpec
-from engines.pdd.instance import Send
 from engines.pdd.messages import AnyMessage, AskStats, Stats
 from engines.pdd.policy import arranged
 from engines.pdd.router import Emit, Router
@@ -141,8 +141,7 @@ class PddEngine:
             if not client.future.done():
                 client.future.set_exception(RequestFailed(reason))
 
-    # --- counters
-    # -------------------------------------------------------------------------------------------------------
+    # --- counters -----------------------------------------------------------------------------------------------------
 
     async def report(self) -> EngineReport:
         """Counters of all instances and links now; raises EngineError when an instance does not answer in time."""

@@ -7,10 +7,11 @@ that step. No `await`, no socket, no clock. All roles are this one class: a role
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
+from engines.pdd.commands import ROUTER, Command, RunStep, Send
 from engines.pdd.config import EngineSpec, InstanceSpec
-from engines.pdd.executor.base import BatchItem, Executor, KVBytes
+from engines.pdd.executor.base import Executor, KVBytes
+from engines.pdd.handoff import Handoff
 from engines.pdd.kv_cache import KVCache
 from engines.pdd.leg import Leg, LegKind, prompt_of
 from engines.pdd.messages import (
@@ -39,29 +40,6 @@ from engines.pdd.scheduler import Scheduler, Work
 from engines.pdd.transfer import KVSender
 from traces.prompts import page_keys
 
-ROUTER = "router"
-
-
-@dataclass(frozen=True, slots=True)
-class Send:
-    """Carry `message` to node `dst`; KV goes on its `lane`, all else on the control connection."""
-
-    dst: str
-    message: AnyMessage
-    payload: KVBytes | None = None
-    lane: int | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class RunStep:
-    """Release the slots of `released`, run `items`, then call `step_done`."""
-
-    items: tuple[BatchItem, ...]
-    released: tuple[str, ...]
-
-
-Command = Send | RunStep
-
 
 class Instance:
     """See the module. `handle` and `step_done` are the only ways in, `take_commands` the only way out."""
@@ -77,6 +55,7 @@ class Instance:
         self.scheduler = Scheduler(spec)
         lanes = {"line": engine.line.lanes, "local": engine.local.lanes}
         self.sender = KVSender(lanes, engine.kv_frame_tokens)
+        self._handoff = Handoff(self)
         self.legs: dict[str, Leg] = {}
         self._admission: list[Leg] = []  # reservations that wait for pages, first come first served
         self._commands: list[Command] = []
@@ -84,8 +63,7 @@ class Instance:
         self._released: list[str] = []
         self.counters = dict.fromkeys(("steps", "late_frames", "stale_messages", "aborted", "refused"), 0)
 
-    # --- the door
-    # -------------------------------------------------------------------------------------------------------
+    # --- the door -----------------------------------------------------------------------------------------------------
 
     def handle(self, now_ns: int, src: str, message: AnyMessage, payload: KVBytes | None = None) -> None:
         """Take one message. An unknown kind or a stale epoch is dropped and counted."""
@@ -107,16 +85,19 @@ class Instance:
             case KVApplied():
                 self._on_applied(message)
             case Ready():
-                self._on_ready(now_ns, src, message)
+                self._count_stale(self._handoff.ready(now_ns, src, self._leg(message.r, message.e)))
             case Seal():
-                self._on_seal(now_ns, message)
+                self._count_stale(self._handoff.sealed(now_ns, self._leg(message.r, message.e), message))
             case Commit():
-                self._on_commit(now_ns, message)
+                self._handoff.committed(now_ns, self._leg(message.r, message.e))
             case AskStats():
                 self._tell_stats(src, message)
             case _:
                 self.counters["stale_messages"] += 1
         self._pump(now_ns)
+
+    def _count_stale(self, was_of_use: bool) -> None:
+        self.counters["stale_messages"] += not was_of_use
 
     def step_done(self, now_ns: int, tokens: Sequence[int | None]) -> None:
         """The running step has ended with one sampled token, or None, per item."""
@@ -134,8 +115,7 @@ class Instance:
     def is_idle(self) -> bool:
         return not self.legs and not self._step
 
-    # --- admission
-    # ------------------------------------------------------------------------------------------------------
+    # --- admission ----------------------------------------------------------------------------------------------------
 
     def _open(self, now_ns: int, message: Reserve | Prefill | Serve, kind: LegKind) -> Leg | None:
         """A new leg, or None: it is known already, or refused for good (too long for the model or the pool)."""
@@ -155,13 +135,13 @@ class Instance:
         if reason is not None:
             self._refuse(message.r, message.e, reason, is_final=True)
             return None
-        leg = Leg(message.r, message.e, kind, message.ask, prompt, page_keys(prompt, self._engine.page_size), now_ns)
+        leg = Leg(message.r, message.e, kind, message.ask, prompt, page_keys(prompt, self._engine.page_size))
         self.legs[leg.r] = leg
         return leg
 
     def _refuse(self, r: str, e: int, reason: str, *, is_final: bool) -> None:
         self.counters["refused"] += 1
-        self._send(ROUTER, Refused(r=r, e=e, node=self.name, reason=reason, is_final=is_final))
+        self.send(ROUTER, Refused(r=r, e=e, node=self.name, reason=reason, is_final=is_final))
 
     def _admit_computing(self, leg: Leg) -> bool:
         """For the scheduler: pages for a leg that computes its prompt here."""
@@ -179,7 +159,7 @@ class Instance:
             if not self.cache.admit(leg, leg.num_prompt + leg.ask.max_tokens):
                 return
             self._admission.pop(0)
-            self._send(
+            self.send(
                 ROUTER,
                 Reserved(
                     r=leg.r, e=leg.e, node=self.name, decode_prefix_len=leg.num_cached, time_ns=now_ns,
@@ -212,8 +192,7 @@ class Instance:
             self.scheduler.waiting.append(leg)
             leg.may_run = True
 
-    # --- steps
-    # ----------------------------------------------------------------------------------------------------------
+    # --- steps --------------------------------------------------------------------------------------------------------
 
     def _pump(self, now_ns: int) -> None:
         """Whatever can go on now: reservations, the next step, frames."""
@@ -241,16 +220,10 @@ class Instance:
         leg = work.leg
         leg.is_in_step = False
         if leg.ending is not None and leg.ending.is_abort:
-            self._finish(now_ns, leg)
+            self.finish(now_ns, leg)
             return
         leg.num_computed += work.count
-        if leg.sealed_len is not None:  # MD has extended what RLD handed over: commit, then emit
-            commit = Commit(
-                r=leg.r, e=leg.e, num_tokens=leg.sealed_len, extend_start_ns=leg.step_start_ns or now_ns, time_ns=now_ns
-            )
-            leg.sealed_len = None
-            self._send(ROUTER, commit)
-            self._send(leg.relay or ROUTER, commit)
+        self._handoff.extended(now_ns, leg)
         if token is not None:
             leg.output.append(token)
             if leg.kind in (LegKind.PREFILL, LegKind.MIXED) and len(leg.output) == 1:
@@ -262,11 +235,11 @@ class Instance:
         elif leg.ending is not None:
             self._conclude(now_ns, leg)
         elif leg.seal_to is not None and not leg.is_sealed:
-            self._seal(now_ns, leg)
+            self._handoff.seal(now_ns, leg)
 
     def _emit(self, now_ns: int, leg: Leg, index: int) -> None:
         ids = tuple(leg.output[index:])
-        self._send(ROUTER, Tokens(r=leg.r, e=leg.e, index=index, ids=ids, source=leg.kind.value, time_ns=now_ns))
+        self.send(ROUTER, Tokens(r=leg.r, e=leg.e, index=index, ids=ids, source=leg.kind.value, time_ns=now_ns))
 
     def _prefilled(self, leg: Leg, *, has_ended: bool) -> None:
         """A chunk of P's is done: what it computed may be sent; after the last the leg stays until all is
@@ -280,7 +253,7 @@ class Instance:
 
     def _report_prefill(self, now_ns: int, leg: Leg) -> None:
         self.cache.keep_prompt(leg)
-        self._send(
+        self.send(
             ROUTER,
             Prefilled(
                 r=leg.r, e=leg.e, node=self.name, first_token=leg.output[0], cached_tokens=leg.num_cached,
@@ -289,8 +262,7 @@ class Instance:
         )  # fmt: skip
         leg.events.clear()
 
-    # --- receiving
-    # ------------------------------------------------------------------------------------------------------
+    # --- receiving ----------------------------------------------------------------------------------------------------
 
     def _on_kv(self, now_ns: int, src: str, message: KVFrame, payload: KVBytes | None) -> None:
         leg = self._leg(message.r, message.e)
@@ -299,7 +271,7 @@ class Instance:
         )
         if leg is None:
             self.counters["late_frames"] += 1
-            self._send(src, applied)
+            self.send(src, applied)
             return
         if not leg.holds_prompt and leg.num_cached <= message.start < message.stop <= leg.num_prompt:
             self._executor.write_kv(leg.pages, message.start, message.stop, payload)
@@ -310,18 +282,18 @@ class Instance:
                 leg.first_token = message.first_token
             if leg.has_whole_prompt:
                 self._hold_prompt(now_ns, leg)
-        self._send(src, applied)
+        self.send(src, applied)
 
     def _hold_prompt(self, now_ns: int, leg: Leg) -> None:
         leg.holds_prompt = True
         leg.num_computed = leg.num_prompt
         if leg.kind is LegKind.RELAY:
-            self._send(ROUTER, Held(r=leg.r, e=leg.e, node=self.name, kv_bytes=leg.kv_bytes, time_ns=now_ns))
+            self.send(ROUTER, Held(r=leg.r, e=leg.e, node=self.name, kv_bytes=leg.kv_bytes, time_ns=now_ns))
             if not leg.is_sealed:  # else MD was ready first and owns all of the output
-                self._own_output(now_ns, leg)
+                self.own_output(now_ns, leg)
             return
         self.cache.keep_prompt(leg)
-        self._send(ROUTER, self._ready(now_ns, leg))
+        self.send(ROUTER, self._ready(now_ns, leg))
         leg.events.clear()
         self._start_main(now_ns, leg)
 
@@ -346,11 +318,11 @@ class Instance:
         if leg.ending is not None:
             self._conclude(now_ns, leg)
         elif leg.relay is None:
-            self._own_output(now_ns, leg)
+            self.own_output(now_ns, leg)
         else:
-            self._send(leg.relay, self._ready(now_ns, leg))
+            self.send(leg.relay, self._ready(now_ns, leg))
 
-    def _own_output(self, now_ns: int, leg: Leg) -> None:
+    def own_output(self, now_ns: int, leg: Leg) -> None:
         """Emit T[0] and decode from there."""
         assert leg.first_token is not None
         leg.output = [leg.first_token]
@@ -366,52 +338,7 @@ class Instance:
         if leg is not None and leg.kind is LegKind.PREFILL and is_all_sent and not leg.may_run:
             self._close(leg)
 
-    # --- the handoff
-    # ----------------------------------------------------------------------------------------------------
-
-    def _on_ready(self, now_ns: int, src: str, message: Ready) -> None:
-        leg = self._leg(message.r, message.e)
-        if leg is None or leg.kind is not LegKind.RELAY or leg.seal_to is not None:
-            self.counters["stale_messages"] += 1
-            return
-        leg.seal_to = src
-        if not leg.is_in_step:
-            self._seal(now_ns, leg)
-
-    def _seal(self, now_ns: int, leg: Leg) -> None:
-        assert leg.seal_to is not None
-        leg.is_sealed = True
-        leg.may_run = False
-        self.scheduler.remove(leg)
-        seal = Seal(r=leg.r, e=leg.e, start=0, ids=tuple(leg.output), num_tokens=len(leg.output), time_ns=now_ns)
-        self._send(leg.seal_to, seal)
-        self._send(ROUTER, seal)
-
-    def _on_seal(self, now_ns: int, message: Seal) -> None:
-        leg = self._leg(message.r, message.e)
-        if leg is None or leg.ending is not None or leg.output or not leg.holds_prompt:
-            self.counters["stale_messages"] += 1
-            return
-        if message.num_tokens == 0:  # RLD never began: all of the output is MD's
-            commit = Commit(r=leg.r, e=leg.e, num_tokens=0, extend_start_ns=now_ns, time_ns=now_ns)
-            self._send(ROUTER, commit)
-            self._send(leg.relay or ROUTER, commit)
-            self._own_output(now_ns, leg)
-            return
-        leg.output = list(message.ids)
-        if len(leg.output) < leg.ask.max_tokens:  # else all is there, and the router's STOP is on its way
-            leg.sealed_len = message.num_tokens
-            leg.step_start_ns = None
-            leg.may_run = True
-            self.scheduler.running.append(leg)
-
-    def _on_commit(self, now_ns: int, message: Commit) -> None:
-        leg = self._leg(message.r, message.e)
-        if leg is not None and leg.kind is LegKind.RELAY and leg.is_sealed:
-            self._finish(now_ns, leg)
-
-    # --- endings
-    # --------------------------------------------------------------------------------------------------------
+    # --- endings ------------------------------------------------------------------------------------------------------
 
     def _on_stop(self, now_ns: int, message: Stop) -> None:
         leg = self._leg(message.r, message.e)
@@ -422,10 +349,10 @@ class Instance:
         if message.is_abort:
             self.counters["aborted"] += 1
             if not leg.is_in_step:  # else the step's end closes it: its pages are being written
-                self._finish(now_ns, leg)
+                self.finish(now_ns, leg)
         elif leg.kind is LegKind.RELAY:
             if not leg.is_in_step:
-                self._finish(now_ns, leg)
+                self.finish(now_ns, leg)
         elif leg.kind is LegKind.MIXED or leg.holds_prompt:
             self._conclude(now_ns, leg)
 
@@ -435,7 +362,7 @@ class Instance:
             return
         assert leg.ending is not None
         if leg.kind is LegKind.RELAY:
-            self._finish(now_ns, leg)
+            self.finish(now_ns, leg)
             return
         if not leg.is_concluding:
             leg.is_concluding = True
@@ -446,10 +373,10 @@ class Instance:
                 self.scheduler.running.append(leg)
         if leg.num_todo == 0:
             self.cache.keep_all(leg)
-            self._finish(now_ns, leg)
+            self.finish(now_ns, leg)
 
-    def _finish(self, now_ns: int, leg: Leg) -> None:
-        self._send(ROUTER, Done(r=leg.r, e=leg.e, node=self.name, time_ns=now_ns, events=tuple(leg.events)))
+    def finish(self, now_ns: int, leg: Leg) -> None:
+        self.send(ROUTER, Done(r=leg.r, e=leg.e, node=self.name, time_ns=now_ns, events=tuple(leg.events)))
         self._close(leg)
 
     def _close(self, leg: Leg) -> None:
@@ -461,8 +388,7 @@ class Instance:
         self._released.append(leg.r)
         del self.legs[leg.r]
 
-    # --- the rest
-    # -------------------------------------------------------------------------------------------------------
+    # --- the rest -----------------------------------------------------------------------------------------------------
 
     def _tell_stats(self, src: str, message: AskStats) -> None:
         values = {
@@ -473,13 +399,13 @@ class Instance:
             "num_running": len(self.scheduler.running),
             "num_waiting": len(self.scheduler.waiting) + len(self._admission),
         }
-        self._send(src, Stats(message.number, self.name, values))
+        self.send(src, Stats(message.number, self.name, values))
 
     def _leg(self, r: str, e: int) -> Leg | None:
         leg = self.legs.get(r)
         return leg if leg is not None and leg.e == e else None
 
-    def _send(self, dst: str, message: AnyMessage) -> None:
+    def send(self, dst: str, message: AnyMessage) -> None:
         self._commands.append(Send(dst, message))
 
     def check_integrity(self) -> None:

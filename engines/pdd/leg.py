@@ -35,7 +35,6 @@ class Leg:
     ask: Ask
     prompt: TokenArray
     keys: list[bytes]
-    waits_since_ns: int
     output: list[int] = field(default_factory=list)
     pages: list[int] = field(default_factory=list)
     lock: Node | None = None

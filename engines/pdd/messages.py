@@ -49,8 +49,7 @@ class Target(msgspec.Struct, frozen=True):
     link: str
 
 
-# --- router to instances
-# ------------------------------------------------------------------------------------------------
+# --- router to instances ----------------------------------------------------------------------------------------------
 
 
 class Reserve(Message, frozen=True, tag="reserve"):
@@ -98,8 +97,7 @@ class AskStats(msgspec.Struct, tag_field="t", tag="ask_stats", frozen=True):
     number: int
 
 
-# --- instances to the router
-# --------------------------------------------------------------------------------------------
+# --- instances to the router ------------------------------------------------------------------------------------------
 
 
 class Reserved(Message, frozen=True, tag="reserved"):
@@ -163,8 +161,7 @@ class Stats(msgspec.Struct, tag_field="t", tag="stats", frozen=True):
     values: dict[str, int]
 
 
-# --- P to RLD and MD, and back
-# ------------------------------------------------------------------------------------------
+# --- P to RLD and MD, and back ----------------------------------------------------------------------------------------
 
 
 class KVFrame(Message, frozen=True, tag="kv"):
@@ -187,8 +184,7 @@ class KVApplied(Message, frozen=True, tag="applied"):
     is_gone: bool = False
 
 
-# --- the handoff, MD, RLD and router
-# ------------------------------------------------------------------------------------
+# --- the handoff, MD, RLD and router ----------------------------------------------------------------------------------
 
 
 class Ready(Message, frozen=True, tag="ready"):

@@ -9,9 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from engines.base import CacheEvent, Completion, GenerateRequest
+from engines.pdd.commands import Send
 from engines.pdd.config import EngineSpec, InstanceSpec
 from engines.pdd.decider import LineView, decide
-from engines.pdd.instance import Send
 from engines.pdd.messages import (
     AnyMessage,
     Ask,
@@ -116,8 +116,7 @@ class Router:
         commands, self._commands = self._commands, []
         return commands
 
-    # --- from the client
-    # ------------------------------------------------------------------------------------------------
+    # --- from the client ----------------------------------------------------------------------------------------------
 
     def submit(self, now_ns: int, request: GenerateRequest) -> None:
         """Begin a request; raises ValueError when its id is in use."""
@@ -152,8 +151,7 @@ class Router:
             self._send(flight.p, Cancel(r=r))
         self._forget_if_done(flight)
 
-    # --- from instances
-    # -------------------------------------------------------------------------------------------------
+    # --- from instances -----------------------------------------------------------------------------------------------
 
     def handle(self, now_ns: int, message: AnyMessage) -> None:
         """Take one message; what speaks of a request that is gone is dropped and counted."""
@@ -258,8 +256,7 @@ class Router:
         self.line.outstanding.pop(message.r, None)
         self._note_events(flight, message.events)
 
-    # --- the stream
-    # -----------------------------------------------------------------------------------------------------
+    # --- the stream ---------------------------------------------------------------------------------------------------
 
     def _accept(self, flight: Flight, index: int, ids: tuple[int, ...], source: str) -> None:
         """Take tokens T[index..] from whoever says them; each index goes on once, in order. Greedy or seeded by
@@ -325,8 +322,7 @@ class Router:
         spec: InstanceSpec | None = self._instances.get(name or "")
         return None if spec is None else spec.site
 
-    # --- books
-    # ----------------------------------------------------------------------------------------------------------
+    # --- books --------------------------------------------------------------------------------------------------------
 
     def _link(self, flight: Flight) -> str:
         """The link between P and this request's MD."""

@@ -26,9 +26,10 @@ import msgspec
 from engines.clock import Clock, block_until_ns, run
 from engines.orphan import die_with_parent, rss_bytes
 from engines.pdd.channel import Channels
+from engines.pdd.commands import RunStep, Send
 from engines.pdd.config import EngineSpec
 from engines.pdd.executor.base import Executor, KVBytes
-from engines.pdd.instance import Instance, RunStep, Send
+from engines.pdd.instance import Instance
 from engines.pdd.messages import AnyMessage, Stats
 
 # A step that follows the last one within this time counts as back to back: the gap is the driver's own and is taken

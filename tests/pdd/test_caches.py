@@ -19,7 +19,7 @@ PAGE = 4
 def leg(name: str, tokens: list[int], max_tokens: int = 1) -> Leg:
     prompt = np.array(tokens, dtype=np.int32)
     ask = Ask(prompt=prompt.tobytes(), max_tokens=max_tokens)
-    return Leg(name, 0, LegKind.MIXED, ask, prompt, page_keys(prompt, PAGE), 0)
+    return Leg(name, 0, LegKind.MIXED, ask, prompt, page_keys(prompt, PAGE))
 
 
 def finish(cache: KVCache, one: Leg, output: list[int]) -> None:

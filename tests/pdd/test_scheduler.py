@@ -12,7 +12,7 @@ from engines.pdd.scheduler import Scheduler, Work
 
 def leg(name: str, num_prompt: int, kind: LegKind = LegKind.PREFILL, max_tokens: int = 8) -> Leg:
     prompt = np.arange(10, 10 + num_prompt, dtype=np.int32)
-    one = Leg(name, 0, kind, Ask(prompt=prompt.tobytes(), max_tokens=max_tokens), prompt, [], 0)
+    one = Leg(name, 0, kind, Ask(prompt=prompt.tobytes(), max_tokens=max_tokens), prompt, [])
     one.may_run = True
     return one
 

@@ -82,7 +82,7 @@ def test_frames_may_arrive_in_any_order_and_twice(order: list[int], twice: int) 
     cuts = [(start, min(start + 2, prompt_len)) for start in range(4, prompt_len, 2)]
     import numpy as np
 
-    leg = Leg("r", 0, LegKind.MAIN, Ask(prompt=b"", max_tokens=1), np.zeros(prompt_len, dtype=np.int32), [], 0)
+    leg = Leg("r", 0, LegKind.MAIN, Ask(prompt=b"", max_tokens=1), np.zeros(prompt_len, dtype=np.int32), [])
     leg.num_cached = 4
     leg.first_token = 9
     for index in [*order[:4], order[twice % 4], *order[4:]]:

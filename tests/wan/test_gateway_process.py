@@ -128,8 +128,8 @@ def test_the_rows_of_a_gateway_count_what_was_sent(tmp_path: Path) -> None:
     assert back["kv_bytes"] == 0
     assert forward["configured_rate_bps"] == LINE.rate_bps
     assert set(forward) == {
-        "link", "direction", "route", "bytes_total", "kv_bytes", "configured_rate_bps", "configured_flow_rate_bps", "realised_rate_bps",
-        "delay_p50_ns", "delay_p95_ns", "late_share", "busy_ns",
+        "link", "direction", "route", "bytes_total", "kv_bytes", "configured_rate_bps", "configured_flow_rate_bps",
+        "realised_rate_bps", "delay_p50_ns", "delay_p95_ns", "late_share", "busy_ns",
     }  # fmt: skip
     last = json.loads((tmp_path / "gateway.jsonl").read_text().splitlines()[-1])
     assert [entry["bytes_out"] for entry in last["routes"]] == [len(data), len(data)]
