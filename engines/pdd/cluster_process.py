@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import secrets
 import sys
 from collections.abc import Mapping
@@ -19,6 +18,7 @@ from typing import Any
 import msgspec
 
 from engines.base import EngineStartError
+from engines.child import child_environment
 from engines.clock import Clock
 from engines.pdd.channel import Channels
 from engines.pdd.cluster import OnFailure, OnMessage, Started
@@ -29,7 +29,6 @@ from engines.pdd.messages import AnyMessage
 from engines.pdd.worker import Peer, WorkerSetup
 from engines.wan.process import GatewayProcess, Route
 
-_KEPT_VARIABLES = frozenset({"PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "SYSTEMROOT"})
 START_TIMEOUT_S = 60.0
 CLOSE_TIMEOUT_S = 3.0
 
@@ -218,18 +217,3 @@ async def _reap(process: asyncio.subprocess.Process) -> None:
     except TimeoutError:
         process.kill()
         await process.wait()
-
-
-def child_environment() -> dict[str, str]:
-    """What a child process gets to see: this package's folder first on its path, one thread for numerics, no keys of
-    the user's."""
-    root = str(Path(__file__).resolve().parents[2])
-    kept = {name: value for name, value in os.environ.items() if name in _KEPT_VARIABLES}
-    path = os.environ.get("PYTHONPATH", "")
-    return {
-        **kept,
-        "PYTHONPATH": root + (os.pathsep + path if path else ""),
-        "PYTHONUNBUFFERED": "1",
-        "OMP_NUM_THREADS": "1",
-        "OMP_WAIT_POLICY": "PASSIVE",
-    }

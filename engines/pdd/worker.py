@@ -23,8 +23,8 @@ from typing import Any
 
 import msgspec
 
+from engines.child import die_with_parent, rss_bytes
 from engines.clock import Clock, block_until_ns, run
-from engines.orphan import die_with_parent, rss_bytes
 from engines.pdd.channel import Channels
 from engines.pdd.commands import RunStep, Send
 from engines.pdd.config import EngineSpec

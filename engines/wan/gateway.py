@@ -22,8 +22,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from engines.child import die_with_parent
 from engines.clock import Clock, run
-from engines.orphan import die_with_parent
 from engines.wan.link import LinkSpec, LinkSpecError
 from engines.wan.meter import Meter
 from engines.wan.proxy import Pair, Side

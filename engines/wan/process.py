@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import json
-import os
 import sys
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from engines.base import EngineError, EngineStartError
+from engines.child import child_environment
 from engines.wan.gateway import GatewayConfig, Route
 from engines.wan.link import LinkSpec
 
@@ -22,7 +22,6 @@ __all__ = ["GatewayProcess", "Route"]
 START_TIMEOUT_S = 20.0
 ANSWER_TIMEOUT_S = 5.0
 CLOSE_TIMEOUT_S = 2.0
-_KEPT_VARIABLES = frozenset({"PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "SYSTEMROOT"})
 
 
 class GatewayProcess:
@@ -46,7 +45,7 @@ class GatewayProcess:
         self._process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "engines.wan.gateway",
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-            env=_child_environment(), start_new_session=True, limit=2**20,
+            env=child_environment(), start_new_session=True, limit=2**20,
         )  # fmt: skip
         self._stderr_reader = asyncio.create_task(self._read_stderr(self._process))
         try:
@@ -152,11 +151,3 @@ class GatewayProcess:
 
 def _ns(seconds: float | None) -> int | None:
     return None if seconds is None else round(seconds * 1e9)
-
-
-def _child_environment() -> Mapping[str, str]:
-    """What the child gets to see: this package's folder first on its path, and no keys of the user's."""
-    root = str(Path(__file__).resolve().parents[2])
-    path = os.environ.get("PYTHONPATH", "")
-    kept = {name: value for name, value in os.environ.items() if name in _KEPT_VARIABLES}
-    return {**kept, "PYTHONPATH": root + (os.pathsep + path if path else ""), "PYTHONUNBUFFERED": "1"}

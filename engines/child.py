@@ -1,4 +1,4 @@
-"""What a child process needs to know of itself: that its parent lives, and how much memory it takes."""
+"""What a child process of ours gets and knows: its environment, that its parent lives, how much memory it takes."""
 
 from __future__ import annotations
 
@@ -6,8 +6,23 @@ import ctypes
 import os
 import signal
 import sys
+from pathlib import Path
 
 _PR_SET_PDEATHSIG = 1
+_KEPT_VARIABLES = frozenset({"PATH", "HOME", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "SYSTEMROOT"})
+
+
+def child_environment() -> dict[str, str]:
+    """What a child gets to see: this package's folder on its path, one thread for numerics, no keys of the user's."""
+    root = str(Path(__file__).resolve().parents[1])
+    path = os.environ.get("PYTHONPATH", "")
+    return {
+        **{name: value for name, value in os.environ.items() if name in _KEPT_VARIABLES},
+        "PYTHONPATH": root + (os.pathsep + path if path else ""),
+        "PYTHONUNBUFFERED": "1",
+        "OMP_NUM_THREADS": "1",
+        "OMP_WAIT_POLICY": "PASSIVE",
+    }
 
 
 def die_with_parent() -> None:
