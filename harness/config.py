@@ -62,7 +62,10 @@ class SamplingConfig(Config, frozen=True):
 
 
 class EngineConfig(Config, frozen=True):
+    """`build` names what makes the engine, module:callable, called as build(EngineSpec, Clock, run_dir)."""
+
     policy: str
+    build: str = "engines.pdd.engine:PddEngine"
     drc: bool = True
     decider: DeciderSpec = DeciderSpec()
     kv_frame_tokens: int = 128
@@ -154,6 +157,7 @@ class RunConfig(Config, frozen=True):
             first_token=self.first_token,
             drc=self.engine.drc,
             kv_frame_tokens=self.engine.kv_frame_tokens,
+            base_port=self.cluster.base_port,
             device=self.cluster.device,
             worker_nice=self.cluster.worker_nice,
         )  # fmt: skip

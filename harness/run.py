@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import signal
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -42,15 +43,14 @@ MAX_LATE_SHARE = 0.05
 EngineFactory = Callable[[EngineSpec, Clock, Path], Engine]
 
 
-def pdd_engine(base_port: int) -> EngineFactory:
-    """Builds the built-in engine; imported here, so that a plan alone starts fast."""
-
-    def build(spec: EngineSpec, clock: Clock, run_dir: Path) -> Engine:
-        from engines.pdd.engine import PddEngine
-
-        return PddEngine(spec, clock, run_dir, base_port=base_port)
-
-    return build
+def engine_factory_of(build: str) -> EngineFactory:
+    """What `engine.build` (module:callable) names; imported late, so that a plan starts fast. Raises UserError."""
+    module, _, name = build.partition(":")
+    try:
+        factory: EngineFactory = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise UserError(f"engine.build: {build!r} cannot be imported: {error}; write module:callable") from None
+    return factory
 
 
 def execute(
@@ -68,10 +68,10 @@ def execute(
     if config.dry_run:
         console.print("dry run: nothing was run")
         return 0
+    factory = engine_factory or engine_factory_of(config.engine.build)
     run_dir = new_run_dir(config)
     store = RunStore.create(run_dir, first_manifest(prepared, plain, argv, run_dir))
     console.print(f"results: {run_dir}")
-    factory = engine_factory or pdd_engine(config.cluster.base_port)
     try:
         run = engines.clock.run(
             lambda clock: Run(prepared, store, clock, console).main(factory, run_dir),

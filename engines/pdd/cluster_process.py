@@ -73,13 +73,12 @@ class _WorkerProcess:
 
 
 class ProcessCluster:
-    """See the module. `base_port` fixes the workers' ports (base_port + i); 0 lets the system choose."""
+    """See the module."""
 
-    def __init__(self, spec: EngineSpec, clock: Clock, run_dir: Path | None, base_port: int = 0) -> None:
+    def __init__(self, spec: EngineSpec, clock: Clock, run_dir: Path | None) -> None:
         self._spec = spec
         self._clock = clock
         self._log_dir = None if run_dir is None else run_dir / "logs"
-        self._base_port = base_port
         self._secret = secrets.token_hex(16)  # stays in memory and pipes
         self._workers: dict[str, _WorkerProcess] = {}
         self._gateway: GatewayProcess | None = None
@@ -129,7 +128,7 @@ class ProcessCluster:
             if not isinstance(stderr, int):
                 stderr.close()
         worker = self._workers[spec.name] = _WorkerProcess(spec.name, process, stderr_path)
-        port = self._base_port + index if self._base_port else 0
+        port = self._spec.base_port + index if self._spec.base_port else 0
         await worker.say(msgspec.json.encode(WorkerSetup(spec.name, self._spec, self._secret, port)))
         worker.port = (await worker.answer())["port"]
 

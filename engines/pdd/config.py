@@ -84,7 +84,8 @@ class DeciderSpec:
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """The whole engine: who stands where, over which links, computing what."""
+    """The whole engine: who stands where, over which links, computing what. Workers listen on `base_port` + i; 0 lets
+    the system choose."""
 
     policy: str
     instances: tuple[InstanceSpec, ...]
@@ -97,6 +98,7 @@ class EngineSpec:
     first_token: Literal["decode", "prefill"] = "decode"
     drc: bool = True
     kv_frame_tokens: int = 128
+    base_port: int = 0
     device: str = "auto"
     worker_nice: int = 5
 

@@ -38,13 +38,11 @@ class _Client:
 
 
 class PddEngine:
-    """Implements engines.base.Engine on both clocks. `run_dir` takes the workers' logs; `base_port` 0 lets the system
-    choose."""
+    """Implements engines.base.Engine on both clocks. `run_dir` takes the workers' logs."""
 
     def __init__(
-        self, spec: EngineSpec, clock: Clock, run_dir: Path | None = None, *, base_port: int = 0,
-        cluster: Cluster | None = None,
-    ) -> None:  # fmt: skip
+        self, spec: EngineSpec, clock: Clock, run_dir: Path | None = None, *, cluster: Cluster | None = None
+    ) -> None:
         self.policy, self.spec = arranged(spec)
         self._clock = clock
         self.cluster: Cluster
@@ -55,7 +53,7 @@ class PddEngine:
         else:
             from engines.pdd.cluster_process import ProcessCluster
 
-            self.cluster = ProcessCluster(self.spec, clock, run_dir, base_port)
+            self.cluster = ProcessCluster(self.spec, clock, run_dir)
         self.cluster.on_message = self._on_message
         self.cluster.on_failure = self._on_failure
         self.router = Router(self.spec, self.policy)

@@ -145,7 +145,7 @@ def test_a_port_in_use_is_one_clear_message(tmp_path: Path) -> None:
         port = taken.getsockname()[1]
 
         async def main(clock: Clock) -> None:
-            engine = PddEngine(spec("cross_pd"), clock, tmp_path, base_port=port)
+            engine = PddEngine(replace(spec("cross_pd"), base_port=port), clock, tmp_path)
             await engine.start()
 
         with pytest.raises(EngineStartError, match=f"port {port}"):
