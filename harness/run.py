@@ -35,8 +35,8 @@ from traces.prompts import page_keys
 TICK_S = 0.2
 TICKS_PER_FLUSH, TICKS_PER_REPORT = 2, 5
 """Records go to disk every 0.4 s, counters are read every second."""
-SETTLE_S = 0.3
-"""Cache events of the last requests may come this long after their answers."""
+SETTLE_S, SETTLE_POLL_S = 10.0, 0.1
+"""Transfers of requests that ended on RLD go on after their answers: a run waits this long for them at most."""
 MAX_OVERRUN_SHARE = 0.05
 MAX_LATE_SHARE = 0.05
 
@@ -126,7 +126,7 @@ class Run:
                     self._first_report = await self._report(engine)
                     stage[0] = "replay"
                     await replay.run()
-                    await self._clock.sleep(SETTLE_S)
+                    await self._settle(engine)
                 finally:
                     ticker.cancel()
                     await asyncio.gather(ticker, return_exceptions=True)
@@ -161,6 +161,15 @@ class Run:
             self._touch(request_id, event)
             self._store.add_cache_events(request_id, [event])
         return report
+
+    async def _settle(self, engine: Engine) -> None:
+        """Wait until no instance holds anything for a request, so that bytes and cache events are whole."""
+        deadline_s = self._clock.now_s() + SETTLE_S
+        while self._clock.now_s() < deadline_s:
+            report = await self._report(engine)
+            if report is None or not any(_count(row, "num_legs") for row in report.instances):
+                return
+            await self._clock.sleep(SETTLE_POLL_S)
 
     @contextlib.contextmanager
     def _signals(self, replay: Replay) -> Iterator[None]:

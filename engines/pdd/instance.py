@@ -396,6 +396,7 @@ class Instance:
             "pages_total": self.spec.num_pages,
             "pages_free": self.cache.pool.num_free,
             "pages_cached": self.cache.tree.num_pages,
+            "num_legs": len(self.legs),
             "num_running": len(self.scheduler.running),
             "num_waiting": len(self.scheduler.waiting) + len(self._admission),
         }

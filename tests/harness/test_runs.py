@@ -181,7 +181,7 @@ def _is_running(pid: int) -> bool:
 
 
 @pytest.mark.slow
-def test_the_main_job_in_real_processes_is_valid_and_small(tmp_path: Path) -> None:
+def test_the_main_job_in_real_processes_is_whole_and_small(tmp_path: Path) -> None:
     found = run(tmp_path, "limit.requests=40")
     measured = found.requests[found.requests["phase"] == "measured"]
     assert len(measured) == 40
