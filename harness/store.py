@@ -64,7 +64,8 @@ SCHEMAS: dict[str, pa.Schema] = {
     "instances": _schema(
         time_ns=int, instance=str, role=str, site=str, pid=int, steps=int, busy_ns=int, compute_ns=int, overrun_ns=int,
         overrun_steps=int, pages_total=int, pages_free=int, pages_cached=int, num_legs=int, num_running=int,
-        num_waiting=int, aborted=int, refused=int, late_frames=int, stale_messages=int, frames_refused=int, rss_bytes=int,
+        num_waiting=int, aborted=int, refused=int, late_frames=int, stale_messages=int, frames_refused=int,
+        rss_bytes=int,
     ),
     "sessions": _schema(
         session_id=str, root_session_id=str, entry_turn=int, turns_planned=int, turns_done=int, turns_failed=int,
