@@ -136,9 +136,9 @@ class Clock:
         await asyncio.sleep(max(0.0, delay_s))
 
     async def sleep_until_ns(self, deadline_ns: int) -> None:
-        """Sleep to an absolute time: a late wake-up never shifts the next one."""
-        remaining_ns = deadline_ns - self.now_ns()
-        if remaining_ns > 0:
+        """Sleep to an absolute time: a late wake-up never shifts the next one, and it never wakes early (a loop's timers may,
+        by half a millisecond)."""
+        while (remaining_ns := deadline_ns - self.now_ns()) > 0:
             await asyncio.sleep(remaining_ns / 1e9)
 
     def wall_time_iso(self) -> str:
@@ -163,6 +163,11 @@ def _wall_loop() -> asyncio.AbstractEventLoop:
     except ImportError:  # not on Windows; the standard loop is slower and otherwise equal
         return asyncio.new_event_loop()
     return uvloop.new_event_loop()
+
+
+def monotonic_s() -> float:
+    """The wall clock, seconds since the machine's boot: for what has no loop, or distrusts its cached time."""
+    return time.monotonic()
 
 
 def block_until_ns(deadline_ns: int) -> None:

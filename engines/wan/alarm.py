@@ -1,4 +1,4 @@
-"""One alarm at an absolute time of `time.monotonic()`, finer than an event loop's own timers.
+"""One alarm at an absolute time of `engines.clock.monotonic_s`, finer than an event loop's own timers.
 
 Event loops round their timers to whole milliseconds; a chunk on a fast line takes half of one. On Linux a timerfd wakes
 the loop within some 0.1 ms; elsewhere the loop's timer has to do. It never calls back early.
@@ -10,8 +10,9 @@ import asyncio
 import ctypes
 import os
 import sys
-import time
 from collections.abc import Callable
+
+from engines.clock import monotonic_s
 
 # Alarms nearer than this wait for it: bounds wake-ups to 10,000 a second, at the price of that much lateness.
 MIN_AHEAD_S = 1e-4
@@ -48,7 +49,7 @@ class Alarm:
             self._handle.cancel()
             self._handle = None
         if due_s is not None:
-            self._handle = self._loop.call_later(max(MIN_AHEAD_S, due_s - time.monotonic()), self._on_due)
+            self._handle = self._loop.call_later(max(MIN_AHEAD_S, due_s - monotonic_s()), self._on_due)
 
     def close(self) -> None:
         """For good: an alarm set after this is none."""
@@ -60,7 +61,7 @@ class Alarm:
             self._fd = -1
 
     def _arm_timerfd(self, due_s: float | None) -> None:
-        due_ns = 0 if due_s is None else round(max(due_s, time.monotonic() + MIN_AHEAD_S) * 1e9)
+        due_ns = 0 if due_s is None else round(max(due_s, monotonic_s() + MIN_AHEAD_S) * 1e9)
         # struct itimerspec: interval (s, ns), value (s, ns); an all-zero value disarms.
         when = (ctypes.c_long * 4)(0, 0, due_ns // 1_000_000_000, due_ns % 1_000_000_000)
         if self._libc.timerfd_settime(self._fd, _TFD_TIMER_ABSTIME, when, None) != 0:
@@ -77,7 +78,7 @@ class Alarm:
         due_s, self._due_s, self._handle = self._due_s, None, None
         if due_s is None:
             return
-        if due_s > time.monotonic():  # the loop's own timer may be early
+        if due_s > monotonic_s():  # the loop's own timer may be early
             self.set(due_s)
             return
         self._callback()

@@ -13,11 +13,10 @@ import socket
 import struct
 import sys
 import threading
-import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 
-from engines.clock import Clock, run
+from engines.clock import Clock, block_until_ns, monotonic_s, run
 from engines.wan.link import LinkSpec
 from engines.wan.process import GatewayProcess, Route
 from traces.errors import UserError
@@ -78,7 +77,7 @@ class _Sink:
                     return
                 if not nbytes:
                     return
-                arrivals.append((time.monotonic(), nbytes))
+                arrivals.append((monotonic_s(), nbytes))
 
     def bytes_between(self, begin_s: float, end_s: float) -> list[int]:
         return [sum(n for at, n in list(arrivals) if begin_s <= at < end_s) for arrivals in self.arrivals]
@@ -101,15 +100,15 @@ class _Pinger:
         receiver = threading.Thread(target=self._receive, args=(delays,))
         receiver.start()
         for _ in range(NUM_PINGS):
-            self._sender.sendall(struct.pack("<d", time.monotonic()).ljust(PING_BYTES, b"\0"))
-            time.sleep(PING_PERIOD_S)
+            self._sender.sendall(struct.pack("<d", monotonic_s()).ljust(PING_BYTES, b"\0"))
+            block_until_ns(round((monotonic_s() + PING_PERIOD_S) * 1e9))
         receiver.join()
         return sorted(delays)
 
     def _receive(self, delays: list[float]) -> None:
         for _ in range(NUM_PINGS):
             message = self._receiver.recv(PING_BYTES, socket.MSG_WAITALL)
-            delays.append(time.monotonic() - struct.unpack_from("<d", message)[0])
+            delays.append(monotonic_s() - struct.unpack_from("<d", message)[0])
 
     def close(self) -> None:
         self._sender.close()
@@ -142,10 +141,10 @@ async def measure(spec: LinkSpec, num_flows: int, duration_s: float, clock: Cloc
         idle = await asyncio.to_thread(pinger.delays_s)
         senders = [_send_for_ever(ports["load"], stop) for _ in range(num_flows)]
         await clock.sleep(WARM_UP_S + spec.rtt_s)
-        before, begin_s = await gateway.stats(), time.monotonic()
+        before, begin_s = await gateway.stats(), monotonic_s()
         loaded = await asyncio.to_thread(pinger.delays_s)
-        await clock.sleep(begin_s + duration_s - time.monotonic())
-        end_s, after = time.monotonic(), await gateway.stats()
+        await clock.sleep(begin_s + duration_s - monotonic_s())
+        end_s, after = monotonic_s(), await gateway.stats()
         by_flow = sink.bytes_between(begin_s, end_s)
         pinger.close()
     finally:

@@ -7,9 +7,9 @@ lower rate. It must never read from a socket; what enters comes through `send`.
 from __future__ import annotations
 
 import asyncio
-import time
 from typing import Protocol
 
+from engines.clock import monotonic_s
 from engines.wan.alarm import Alarm
 from engines.wan.link import Delivery, FluidLink, LinkSpec
 from engines.wan.meter import Meter
@@ -46,7 +46,7 @@ class Chunk:
 
 
 class Shaper:
-    """See the module. Times are `time.monotonic()`: an event loop's own `time()` may be cached and rounded to 1 ms."""
+    """See the module. Times are `engines.clock.monotonic_s`: a loop's `time()` may be cached and rounded to 1 ms."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop, spec: LinkSpec, seed: int) -> None:
         self.meter = Meter(spec)
@@ -56,7 +56,7 @@ class Shaper:
 
     def send(self, flow: str, chunk: Chunk) -> None:
         """Put a chunk into `flow`; call `pump` after the last of several."""
-        now_s = time.monotonic()
+        now_s = monotonic_s()
         nbytes = len(chunk.payload)
         self._link.run_to(now_s)
         self.meter.enter(now_s, nbytes)
@@ -71,7 +71,7 @@ class Shaper:
             return
         self._is_pumping = True
         try:
-            for delivery in self._link.take_due(time.monotonic()):
+            for delivery in self._link.take_due(monotonic_s()):
                 self._arrive(delivery)
         finally:
             self._is_pumping = False
@@ -80,14 +80,14 @@ class Shaper:
     def _arrive(self, delivery: Delivery) -> None:
         chunk = delivery.item
         assert isinstance(chunk, Chunk)
-        now_s, nbytes = time.monotonic(), len(chunk.payload)
+        now_s, nbytes = monotonic_s(), len(chunk.payload)
         chunk.source.arrived(chunk)
         self.meter.write(now_s, delivery.deliver_s, delivery.left_s, nbytes, ends_busy=chunk.ends_busy)
         chunk.meter.write(now_s, delivery.deliver_s, delivery.left_s, nbytes, ends_busy=chunk.ends_route_busy)
 
     def drop(self, flow: str) -> None:
         """A flow whose receiver is gone gives its place on the line to others."""
-        now_s = time.monotonic()
+        now_s = monotonic_s()
         for chunk in self._link.drop(now_s, flow):
             assert isinstance(chunk, Chunk)
             self.meter.drop(now_s)
@@ -96,7 +96,7 @@ class Shaper:
 
     def set_spec(self, spec: LinkSpec, meters: list[Meter]) -> None:
         """Another line from now on; `meters` are the routes' of this direction."""
-        now_s = time.monotonic()
+        now_s = monotonic_s()
         self._link.run_to(now_s)
         for meter in (self.meter, *meters):
             meter.restart(now_s, spec)
@@ -105,7 +105,7 @@ class Shaper:
 
     def settle(self) -> float:
         """Bring all counters up to now, which is returned."""
-        now_s = time.monotonic()
+        now_s = monotonic_s()
         self._link.run_to(now_s)
         return now_s
 

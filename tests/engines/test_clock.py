@@ -68,3 +68,16 @@ def test_the_wall_clock_never_goes_back() -> None:
 
     before, after = run(main, is_virtual=False)
     assert after >= before
+
+
+@pytest.mark.parametrize("is_virtual", [True, False], ids=["virtual", "wall"])
+def test_sleeping_until_a_time_never_wakes_before_it(is_virtual: bool) -> None:
+    async def main(clock: Clock) -> list[int]:
+        early = []
+        for _ in range(40):
+            deadline_ns = clock.now_ns() + 1_400_001
+            await clock.sleep_until_ns(deadline_ns)
+            early.append(min(0, clock.now_ns() - deadline_ns))
+        return early
+
+    assert run(main, is_virtual=is_virtual) == [0] * 40
