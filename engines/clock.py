@@ -136,8 +136,8 @@ class Clock:
         await asyncio.sleep(max(0.0, delay_s))
 
     async def sleep_until_ns(self, deadline_ns: int) -> None:
-        """Sleep to an absolute time: a late wake-up never shifts the next one, and it never wakes early (a loop's timers may,
-        by half a millisecond)."""
+        """Sleep to an absolute time: a late wake-up never shifts the next one, and it never wakes early (a loop's
+        timers may, by half a millisecond)."""
         while (remaining_ns := deadline_ns - self.now_ns()) > 0:
             await asyncio.sleep(remaining_ns / 1e9)
 
