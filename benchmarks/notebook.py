@@ -4,6 +4,7 @@ file itself stays as it is."""
 from __future__ import annotations
 
 import argparse
+import importlib
 import os
 import sys
 import tempfile
@@ -17,9 +18,9 @@ NOTEBOOK = Path(__file__).resolve().parents[1] / "results" / "compare.ipynb"
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit code 1 when a cell fails."""
-    import nbformat
-    from nbclient import NotebookClient
-    from nbclient.exceptions import CellExecutionError
+    # By name, so that types are checked alike with and without the notebook packages.
+    nbformat = importlib.import_module("nbformat")
+    nbclient = importlib.import_module("nbclient")
 
     parser = argparse.ArgumentParser(prog="python -m benchmarks.notebook", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=Path, help="use the runs under this folder in place of fresh ones")
@@ -31,10 +32,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 if code := harness_main([f"engine={engine}", "clock=virtual", f"results_dir={root}"]):
                     return code
         os.environ["RUNS"] = str(root.resolve())
-        notebook = nbformat.read(NOTEBOOK, as_version=4)  # type: ignore[no-untyped-call]
+        notebook = nbformat.read(NOTEBOOK, as_version=4)
         try:
-            NotebookClient(notebook, timeout=120, resources={"metadata": {"path": str(NOTEBOOK.parent)}}).execute()
-        except CellExecutionError as error:
+            nbclient.NotebookClient(
+                notebook, timeout=120, resources={"metadata": {"path": str(NOTEBOOK.parent)}}
+            ).execute()
+        except nbclient.exceptions.CellExecutionError as error:
             print(error, file=sys.stderr)
             return 1
     num_figures = sum(
