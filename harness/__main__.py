@@ -28,7 +28,7 @@ EXAMPLES = (
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit code: 0 all well, 1 no request ended well, 2 the user can mend it, 130 interrupted."""
+    """The exit code: 0 all well, 1 a request failed, 2 the user can mend it, 130 interrupted."""
     words = list(sys.argv[1:] if argv is None else argv)
     try:
         if any(word in ("-h", "--help", "help") for word in words):

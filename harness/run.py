@@ -58,7 +58,7 @@ def execute(
     config: RunConfig, plain: Mapping[str, Any], argv: Sequence[str], trace: LoadedTrace, *,
     engine_factory: EngineFactory | None = None, console: Console | None = None,
 ) -> int:  # fmt: skip
-    """Plan, run, store, report. The exit code: 0, 1 when no request ended well, 130 when interrupted. Raises
+    """Plan, run, store, report. The exit code: 0, 1 when a request failed, 130 when interrupted. Raises
     UserError.
     """
     console = console or Console()
@@ -97,6 +97,7 @@ class Run:
         self._sequences: dict[str, PageKeys] = {}
         self._touches: dict[str, list[Touch]] = defaultdict(list)
         self._statuses: Counter[tuple[str, str]] = Counter()
+        self._first_error: str | None = None
         self._first_report: EngineReport | None = None
         self._last_report: EngineReport | None = None
         self._counter_error: str | None = None
@@ -207,6 +208,8 @@ class Run:
         record.page_size = page_size
         record.ideal_hit_tokens = self._rows[record.request_id].md_hit(page_size)
         self._statuses[record.phase, record.status] += 1
+        if record.status not in ("ok", "skipped") and self._first_error is None:
+            self._first_error = f"{record.request_id}: {record.error or record.status}"
         events = () if completion is None else completion.cache_events
         if prompt is not None:
             tokens = np.concatenate([prompt, np.asarray(stream.token_ids, dtype=np.int32)])
@@ -254,7 +257,7 @@ class Run:
             console.print(f"  {path}", highlight=False)
         if self._stop_reason:
             return 130
-        return 0 if self._statuses["measured", "ok"] else 1
+        return 0 if self._first_error is None and self._statuses["measured", "ok"] else 1
 
     def invalid_reasons(self) -> list[str]:
         """Why the run's figures should not be used; empty when they may."""
@@ -265,6 +268,8 @@ class Run:
                 reasons.append(
                     f"{phase} requests did not end ok: " + ", ".join(f"{n} {name}" for name, n in bad.items())
                 )
+        if self._first_error is not None:
+            reasons.append(f"the first that failed: {self._first_error}")
         if self._counter_error is not None:
             reasons.append(f"counters are missing: {self._counter_error}")
         if self._last_report is None:
