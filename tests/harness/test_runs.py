@@ -195,3 +195,13 @@ def test_the_main_job_in_real_processes_is_whole_and_small(tmp_path: Path) -> No
     counted = int(kv["kv_bytes"].iloc[-1]) - int(baseline)
     assert abs(counted - planned) <= 0.01 * planned
     assert json.loads((found.path / "summary.json").read_text())["ok"] == 40
+
+
+def test_a_run_with_failed_requests_ends_with_one_and_names_the_first(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*SMALL, "request_timeout_s=0.5", f"results_dir={tmp_path}"]) == 1
+    (manifest,) = tmp_path.glob("*/manifest.json")
+    reasons = json.loads(manifest.read_text())["validity"]["reasons"]
+    assert any("no end within 0.5 s" in reason for reason in reasons)
+    assert "not valid" in capsys.readouterr().out
