@@ -103,6 +103,16 @@ class EngineSpec:
     worker_nice: int = 5
 
     def __post_init__(self) -> None:
+        for key, value in (("engine.kv_frame_tokens", self.kv_frame_tokens), ("cluster.page_size", self.page_size)):
+            _at_least_one(key, value)
+        for spec in self.instances:
+            for key in ("num_pages", "max_batch_seqs", "prefill_chunk_tokens", "max_step_tokens"):
+                _at_least_one(f"cluster.instances ({spec.name}).{key}", getattr(spec, key))
         names = [spec.name for spec in self.instances]
         if len(set(names)) != len(names):
             raise UserError(f"engine.instances: names must differ, got {names}")
+
+
+def _at_least_one(key: str, value: int) -> None:
+    if value < 1:
+        raise UserError(f"{key}: must be at least 1, got {value}")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
-from engines.pdd.config import InstanceSpec
+from engines.pdd.config import EngineSpec, InstanceSpec
 from engines.pdd.leg import Leg, LegKind
 from engines.pdd.messages import Ask
 from engines.pdd.scheduler import Scheduler, Work
+from engines.wan.link import LinkSpec
+from traces.errors import UserError
 
 
 def leg(name: str, num_prompt: int, kind: LegKind = LegKind.PREFILL, max_tokens: int = 8) -> Leg:
@@ -89,3 +92,11 @@ def test_the_first_that_finds_no_room_holds_back_those_behind_it() -> None:
     one.waiting.extend([leg("big", 9), leg("small", 2)])
     assert one.next_batch(lambda item: item.r != "big") == []
     assert [item.r for item in one.waiting] == ["big", "small"]
+
+
+def test_a_size_below_one_is_refused_by_name() -> None:
+    link = LinkSpec(name="line")
+    with pytest.raises(UserError, match="engine.kv_frame_tokens: must be at least 1, got 0"):
+        EngineSpec("pdd", (InstanceSpec("p0", "P", "a"),), link, link, kv_frame_tokens=0)
+    with pytest.raises(UserError, match=r"cluster.instances \(p0\).prefill_chunk_tokens"):
+        EngineSpec("pdd", (InstanceSpec("p0", "P", "a", prefill_chunk_tokens=0),), link, link)
