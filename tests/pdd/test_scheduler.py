@@ -96,7 +96,7 @@ def test_the_first_that_finds_no_room_holds_back_those_behind_it() -> None:
 
 def test_a_size_below_one_is_refused_by_name() -> None:
     link = LinkSpec(name="line")
-    with pytest.raises(UserError, match="engine.kv_frame_tokens: must be at least 1, got 0"):
+    with pytest.raises(UserError, match=r"engine\.kv_frame_tokens: must be at least 1, got 0"):
         EngineSpec("pdd", (InstanceSpec("p0", "P", "a"),), link, link, kv_frame_tokens=0)
     with pytest.raises(UserError, match=r"cluster.instances \(p0\).prefill_chunk_tokens"):
         EngineSpec("pdd", (InstanceSpec("p0", "P", "a", prefill_chunk_tokens=0),), link, link)
