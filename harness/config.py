@@ -230,6 +230,14 @@ def _check_ranges(run: RunConfig) -> None:
     for key, value in positive:
         if value is not None and value <= 0:
             raise UserError(f"{key}: must be above 0, got {value}")
+    if run.model.dtype not in ("float32", "float64", "bfloat16"):
+        raise UserError(f"model.dtype: must be float32, float64 or bfloat16, got {run.model.dtype}")
+    if run.model.num_kv_heads < 1 or run.model.num_heads % run.model.num_kv_heads:
+        raise UserError(
+            f"model.num_kv_heads: must divide num_heads={run.model.num_heads}, got {run.model.num_kv_heads}"
+        )
+    if not 0 <= run.sampling.temperature < 1e6:
+        raise UserError(f"sampling.temperature: must be 0 or more, got {run.sampling.temperature}")
     if not 0 <= run.slice <= 9:
         raise UserError(f"slice: must be 0 to 9, got {run.slice}")
     if run.start == "snapshot" and run.load.kind != "sessions":

@@ -26,6 +26,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             report = recover(args.run)
             words = ", ".join(f"{count:,} {name}" for name, count in report.rows.items())
+            planned = (read_manifest(args.run).get("selection") or {}).get("requests", "?")
+            if report.was_needed:
+                words += (
+                    f" (the run had planned {planned} measured requests; what had not ended by the kill has no row)"
+                )
             print(f"{args.run}: {'recovered' if report.was_needed else 'had ended by itself; it holds'} {words}")
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
